@@ -1,0 +1,26 @@
+"""Which tensors a model wants: the request side of the load plan. Pure values, no reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint tensor: its name there and the shape it must have (PyTorch order, rows first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    rope_heads: int = 0
+    """0: take the rows as they lie. n > 0: the rows are n heads whose rotary pairs are interleaved
+    (GGUF, arch llama): within each head, row 2i + j moves to row j * (rows per head / 2) + i, which is the
+    half-split order that the rotary code works in."""
+
+
+@dataclass(frozen=True)
+class TensorNeed:
+    """One tensor of the model: internal name, final shape, and the sources joined along dim 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
