@@ -1,0 +1,98 @@
+"""What goes into the scheduler and comes out of it: limits, counters, steps in flight, new tokens, ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+# Why a sequence ended; 0 means that it goes on.
+RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
+REASONS = ("", "stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may use. `blocks` counts the padding block; `watermark` blocks stay free at admission.
+
+    max_num_batched_tokens: tokens of one step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    blocks: int
+    vocab_size: int
+    prefix_cache: bool = True
+    watermark: int = 0
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of the block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def table_capacity(self) -> int:
+        """Most block-table writes of one plan: one for each row, and the table of the longest sequence."""
+        return self.max_num_seqs + self.max_blocks_per_seq
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start. Prefix hits count first admissions only; what preemption costs is kept apart."""
+
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+    recomputed_tokens: int = 0
+    forks: int = 0
+    block_copies: int = 0
+    steps: int = 0
+    peak_blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A plan in flight: the encoded `words`, and what `commit` needs of it. One entry a row, rows are host rows."""
+
+    number: int
+    words: I32
+    rows: I64
+    device_rows: I32
+    start: I32
+    length: I32
+    samples: I64  # positions in `rows` of the rows that sample, in order
+    published: list[tuple[int, int]]  # (host row, block) entered in the prefix index by this plan
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one sequence; every admitted sequence has exactly one."""
+
+    request_id: int
+    child: int
+    reason: int
+    cached_tokens: int
+    preemptions: int
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """New tokens of one committed step as columns, and every sequence that ended since the last batch.
+
+    `logprobs` maps a position in the columns to what the runner returned for it.
+    """
+
+    request_id: I64
+    child: I32
+    token: I32
+    ended: list[Ended] = field(default_factory=list)
+    logprobs: dict[int, object] = field(default_factory=dict)

@@ -1,0 +1,184 @@
+"""The vocabulary of Octavo: sampling parameters, engine requests, results.
+
+`SamplingParams` is what a user writes, checked on construction. `EngineRequest` is what the engine gets: token ids
+and numbers only, built in one place (`octavo.engine.client`) and re-checked by the scheduler. Results have vLLM's
+shape, so that scripts written for it run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.errors import RequestError
+
+MAX_N = 64
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+U64 = 1 << 64
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    """`value` as a finite float in [low, high], or (low, high] when `open_low`; RequestError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}.", "Give a finite number.", name)
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} is {value}.", f"Give a number in {bracket}{low:g}, {high:g}].", name)
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    """`value` as an int in [low, high]; RequestError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}.", "Give an integer.", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}.", f"Give an integer in [{low}, {high}].", name)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Field names and meanings are vLLM's.
+
+    n: completions for the prompt, which share its KV blocks. temperature: 0 is greedy. top_k: 0 or -1 is off.
+    top_p, min_p: kept probability mass, and least probability relative to the best token. seed: same seed, same
+    tokens, whatever else runs. stop: strings that end the text (not part of it unless `include_stop_str_in_output`).
+    stop_token_ids: ids that end it. ignore_eos: go on past the model's end token. max_tokens: most new tokens; None
+    means up to the context limit. min_tokens: no end before that many. logprobs: log-probabilities of the chosen
+    and the best `logprobs` tokens; -1 is not allowed. Raises RequestError for any value outside its range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, 1 << 31)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}.",
+                "Lower min_tokens.",
+                "min_tokens",
+            )
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(stops)} strings.", f"Give at most {MAX_STOP_STRINGS}.", "stop")
+        for text in stops:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+                raise RequestError(
+                    "stop holds an entry that is not a string of "
+                    f"1 to {MAX_STOP_CHARS} characters.", "Remove it.", "stop"
+                )  # fmt: skip
+        if stops and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True.", "Use stop_token_ids.", "stop")
+        ids = self.stop_token_ids or ()
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"stop_token_ids has {len(ids)} ids.", f"Give at most {MAX_STOP_IDS}.", "stop_token_ids"
+            )
+        for token in ids:
+            _integer("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One validated request as the engine sees it: `n` sequences over one prompt.
+
+    prompt: int32 little-endian token ids. keys: prefix keys of the prompt's full blocks, 16 bytes each. root: key
+    before the first block. seed: 64 bits. eos: the model's end ids (empty with ignore_eos). stop_ids: further end
+    ids. limit: total tokens at which a sequence ends. id: the engine's own number, never a client's.
+    """
+
+    id: int
+    prompt: bytes
+    keys: bytes
+    root: bytes
+    limit: int
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    eos: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int = -1
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token, its rank among all (1 = best), and its text when known."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. `finish_reason` is None while it runs, else stop, length, abort or error.
+
+    stop_reason: the stop string or token id that ended it; None for the model's own end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All completions of one prompt. `num_cached_tokens`: prompt tokens whose K and V were found in the cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
