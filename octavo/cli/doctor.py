@@ -213,7 +213,8 @@ def backends(torch: Torch) -> tuple[Backend, ...]:
     reasons = {
         "flash": no_card or _absent("flash_attn", "octavo.attention.flash"),
         "triton": no_card or _absent("triton", "octavo.attention.triton"),
-        "cpu": has_card or _absent(None, "octavo.attention.cpu"),
+        "native": has_card or _absent(None, "octavo.kernels.native"),
+        "torch_cpu": has_card or torch.missing or _absent(None, "octavo.attention.torch_cpu"),
         "reference": torch.missing or _absent(None, "octavo.attention.reference"),
     }
     runnable = [name for name, reason in reasons.items() if not reason]
