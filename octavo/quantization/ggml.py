@@ -2,7 +2,7 @@
 
 A block type stores `block` consecutive elements of a row in `nbytes` bytes; rows are whole blocks. Layouts are
 those of the ggml project's `block_*` structs; results equal its reference in float32, bit for bit. To add a
-type, write its `_name` function (uint8 [n, nbytes] -> float32 [n, block]) and name it in the table.
+type, write its `_name` function (from uint8 [n, nbytes] into float32 [n, block]) and name it in the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from octavo.errors import ModelError
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_CHUNK_BYTES = 1 << 20
+# Rows are widened so many bytes at a time: source and result stay in the cache.
+_CHUNK_BYTES = 64 << 10
 
 
 def _half(block_bytes: Bytes) -> Floats:
@@ -28,19 +29,17 @@ def _half(block_bytes: Bytes) -> Floats:
     return np.ascontiguousarray(block_bytes).view("<f2").astype(np.float32)
 
 
-def _nibbles(block_bytes: Bytes) -> npt.NDArray[np.uint8]:
-    """4-bit codes of a block: all low nibbles first, then all high nibbles."""
-    return np.concatenate([block_bytes & 15, block_bytes >> 4], axis=1)
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    """scale f16, minimum f16, 16 bytes: low nibbles are elements 0-15, high nibbles 16-31."""
+    np.bitwise_and(blocks[:, 4:], 15, out=out[:, :16], casting="unsafe")
+    np.right_shift(blocks[:, 4:], 4, out=out[:, 16:], casting="unsafe")
+    out *= _half(blocks[:, :2])
+    out += _half(blocks[:, 2:4])
 
 
-def _q4_1(blocks: Bytes) -> Floats:
-    """scale f16, minimum f16, 16 bytes of nibbles."""
-    return _half(blocks[:, :2]) * _nibbles(blocks[:, 4:]) + _half(blocks[:, 2:4])
-
-
-def _q8_0(blocks: Bytes) -> Floats:
+def _q8_0(blocks: Bytes, out: Floats) -> None:
     """scale f16, 32 signed bytes."""
-    return _half(blocks[:, :2]) * blocks[:, 2:].view(np.int8)
+    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks[:, :2]), out=out)
 
 
 class GgmlType(msgspec.Struct, frozen=True):
@@ -53,7 +52,7 @@ class GgmlType(msgspec.Struct, frozen=True):
     name: str
     block: int
     nbytes: int
-    dequantize: Callable[[Bytes], Floats] | None = None
+    dequantize: Callable[[Bytes, Floats], None] | None = None
 
 
 # Plain types have the same names as in `weights.checkpoint.PLAIN_DTYPES`.
@@ -101,7 +100,7 @@ READABLE = tuple(kind.name for kind in _TABLE if kind.block == 1 or kind.dequant
 def dequantize(packed: npt.NDArray[Any], name: str) -> Floats:
     """Widen whole blocks: uint8 [..., row bytes] of type `name` -> float32 [..., row elements].
 
-    Works in chunks of about a megabyte, so that little more than the result is allocated.
+    Little more than the result is allocated. ModelError when the type is not supported.
     """
     kind = BY_NAME.get(name)
     if kind is None or kind.dequantize is None:
@@ -115,6 +114,6 @@ def dequantize(packed: npt.NDArray[Any], name: str) -> Floats:
     step = max(1, _CHUNK_BYTES // max(1, row_bytes))
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step]
-        widened = kind.dequantize(part.reshape(-1, kind.nbytes))
-        result[start : start + step] = widened.reshape(part.shape[0], elements)
+        out = result[start : start + step].reshape(-1, kind.block)
+        kind.dequantize(part.reshape(-1, kind.nbytes), out)
     return result.reshape(*lead, elements)

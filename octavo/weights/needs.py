@@ -15,6 +15,10 @@ class Source:
     """0: take the rows as they lie. n > 0: the rows are n heads whose rotary pairs are interleaved
     (GGUF, arch llama): within each head, row 2i + j moves to row j * (rows per head / 2) + i, which is the
     half-split order that the rotary code works in."""
+    rows: tuple[int, int] | None = None
+    """start and end of the rows to take (tensor parallel); whole heads when `rope_heads` is set"""
+    columns: tuple[int, int] | None = None
+    """start and end of the elements to take of the last axis; whole blocks of a block type"""
 
 
 @dataclass(frozen=True)
