@@ -52,7 +52,7 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	@touch $@
 
 $(VENV)/.stamp-venv:
-	@set -e; for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	@set -e; for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    $$python -m venv $(VENV) && touch $@ && exit 0; \
 	    echo "On Debian and Ubuntu the package python3-venv makes this work."; exit 1; \
