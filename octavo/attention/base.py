@@ -131,6 +131,8 @@ class AttentionBackend(Protocol):
         """Everything that is equal for all layers of this step: indices, masks, groups."""
         ...
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: Plan) -> Tensor:
+    def run(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: Plan
+    ) -> Tensor:
         """Write k and v of all tokens to the pool, then attend. Returns o_THD in the dtype of q."""
         ...

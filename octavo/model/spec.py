@@ -129,8 +129,8 @@ def weight_needs(spec: ModelSpec, source: Literal["hf", "gguf"]) -> list[TensorN
 
     Internal names: `embed`, `norm`, `head` (absent when tied), `rope_factors` (only for that kind), and per
     layer `layers.<i>.` + `attn_norm`, `qkv`, `qkv_bias`, `q_norm`, `k_norm`, `o`, `o_bias`, `mlp_norm`,
-    `gate_up`, `gate_up_bias`, `down`, `down_bias`. Matrices are [out, in]. GGUF files of arch `llama` keep the
-    rows of q and k with interleaved rotary pairs; files of arch `qwen3` do not.
+    `gate_up`, `gate_up_bias`, `down`, `down_bias`. Matrices are [out, in]. GGUF files of arch `llama` keep
+    the rows of q and k with interleaved rotary pairs; files of arch `qwen3` do not.
     """
     names = _NAMES[source]
     hidden = spec.hidden_size
@@ -149,13 +149,17 @@ def weight_needs(spec: ModelSpec, source: Literal["hf", "gguf"]) -> list[TensorN
     return needs
 
 
-def _layer_needs(spec: ModelSpec, layer: LayerSpec, index: int, source: Literal["hf", "gguf"]) -> list[TensorNeed]:
+def _layer_needs(
+    spec: ModelSpec, layer: LayerSpec, index: int, source: Literal["hf", "gguf"]
+) -> list[TensorNeed]:
     hidden, mlp = spec.hidden_size, layer.mlp_size
     q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     interleaved = source == "gguf" and spec.architecture == "llama"
     rope_heads = {"q": spec.heads, "k": spec.kv_heads} if interleaved else {}
 
-    def need(name: str, parts: tuple[tuple[str, int], ...], width: int = 0, kind: str = "weight") -> TensorNeed:
+    def need(
+        name: str, parts: tuple[tuple[str, int], ...], width: int = 0, kind: str = "weight"
+    ) -> TensorNeed:
         tail = (width,) if width else ()
         sources = tuple(
             Source(_NAMES[source][key].format(kind, layer=index), (rows, *tail), rope_heads.get(key, 0))

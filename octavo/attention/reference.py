@@ -1,0 +1,61 @@
+"""The oracle backend: paged attention row by row in plain torch. Any shape, dtype, device; slow.
+
+Shape letters as in `octavo.attention.base`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionShape, Capabilities, KVPool, StepBatch
+from octavo.kernels import reference
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    query_lens: list[int]
+    kv_lens: list[int]
+    batch: StepBatch
+
+
+class ReferenceAttention:
+    """See `octavo.attention.base.AttentionBackend`; `run_with_lse` also returns the log-sum-exp."""
+
+    capabilities = Capabilities("reference", "any", _FLOATS, True, True, False, False)
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def plan(self, batch: StepBatch, block_size: int) -> _Plan:
+        """Bring the lengths to the host (this backend may: it is never captured)."""
+        return _Plan(batch.starts_R1.diff().tolist(), batch.kv_lens_R.tolist(), batch)
+
+    def run(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan
+    ) -> Tensor:
+        """Write k and v, attend; o_THD."""
+        return self.run_with_lse(layer, q_THD, k_TKD, v_TKD, pool, plan)[0]
+
+    def run_with_lse(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and lse_TH: natural log of the sum of exp(score) of each query and head."""
+        shape = self._shape
+        reference.write_kv(pool.keys[layer], k_TKD, plan.batch.slots_T)
+        reference.write_kv(pool.values[layer], v_TKD, plan.batch.slots_T)
+        return reference.paged_attention(
+            q_THD,
+            pool.keys[layer],
+            pool.values[layer],
+            plan.batch.tables_RM,
+            plan.query_lens,
+            plan.kv_lens,
+            shape.scale,
+            shape.softcap,
+            shape.window,
+        )

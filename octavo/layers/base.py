@@ -1,0 +1,48 @@
+"""What all layers share: they take their tensors out of one dict and keep them; no module tree.
+
+A layer is a plain object made once from `Weights`, with a `__call__` that takes and returns tensors.
+Nothing is registered anywhere and nothing is global: what a layer uses is what its constructor was given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ModelError
+from octavo.kernels.ops import Ops, ops_for
+
+
+class Weights:
+    """The loaded tensors by internal name (`octavo.model.spec.weight_needs`), handed out once each.
+
+    Takes ownership: an entry leaves `params` when a layer takes it, so a weight that is repacked does not
+    stay in memory twice. `leftover()` after the model is built must be empty.
+    """
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        if not params:
+            raise ModelError("A model cannot be built from no tensors at all.")
+        self._params = params
+        first = next(iter(params.values()))
+        self.dtype: torch.dtype = first.dtype
+        self.device: torch.device = first.device
+        self.ops: Ops = ops_for(first.device)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Remove and return one tensor; `ModelError` if it is missing or has another shape or dtype."""
+        tensor = self._params.pop(name, None)
+        if tensor is None:
+            raise ModelError(f"The model needs the tensor {name!r}, which was not loaded.")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"The tensor {name!r} has shape {tuple(tensor.shape)}; the model needs {shape}.")
+        if tensor.dtype != self.dtype or tensor.device != self.device:
+            raise ModelError(
+                f"The tensor {name!r} is {tensor.dtype} on {tensor.device}; "
+                f"the others are {self.dtype} on {self.device}."
+            )
+        return tensor
+
+    def leftover(self) -> list[str]:
+        """Names that no layer has taken."""
+        return list(self._params)

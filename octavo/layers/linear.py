@@ -1,0 +1,23 @@
+"""Matrix products with weights: made from names, returned as functions x_TI -> y_TO.
+
+Shape letters: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from octavo.kernels.cpu import LinearFn
+from octavo.layers.base import Weights
+
+
+def linear(weights: Weights, name: str, outputs: int, inputs: int, bias: bool = False) -> LinearFn:
+    """y = x W^T + b with W = `name` [O, I] and, with `bias`, b = `name`_bias [O]."""
+    weight_OI = weights.take(name, outputs, inputs)
+    bias_O = weights.take(f"{name}_bias", outputs) if bias else None
+    return weights.ops.linear(weight_OI, bias_O)
+
+
+def gated_linear(weights: Weights, name: str, size: int, inputs: int, bias: bool = False) -> LinearFn:
+    """silu(gate(x)) * up(x), gate and up being the two halves of the rows of `name` [2 * size, I]."""
+    weight_OI = weights.take(name, 2 * size, inputs)
+    bias_O = weights.take(f"{name}_bias", 2 * size) if bias else None
+    return weights.ops.gated_linear(weight_OI, bias_O)

@@ -1,0 +1,24 @@
+"""RMS norm (Zhang and Sennrich 2019), alone and with the residual sum before it. T tokens, I features."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.layers.base import Weights
+
+
+class RmsNorm:
+    """x / rms(x) * weight over the last dim, computed in float32 or wider, rounded once at the end."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self._ops = weights.ops
+        self._weight_I = weights.take(name, size)
+        self._eps = eps
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Norm of x."""
+        return self._ops.rms_norm(x_TI, self._weight_I, self._eps)
+
+    def add(self, x_TI: Tensor, residual_TI: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its norm): the new residual stream and the input of the next sub-layer."""
+        return self._ops.add_rms_norm(x_TI, residual_TI, self._weight_I, self._eps)

@@ -1,0 +1,28 @@
+"""Rotary position embedding (Su et al. 2021): cosines and sines of one step, shared by all layers.
+
+All angles are computed in float32 from int64 positions and rounded to the model dtype at the end, which is
+the arithmetic that the checkpoints were trained and published with. Half-split order: element i of a head
+pairs with element i + D/2. The rotation itself is `kernels.reference.rotate`.
+
+Shape letters: T tokens, D head dim, F = D/2 frequencies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Rope:
+    """Makes the cosines and sines of a step from the frequencies (radians per position, float32)."""
+
+    def __init__(self, frequencies_F: Tensor, dtype: torch.dtype) -> None:
+        self._frequencies_F = frequencies_F
+        self._dtype = dtype
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos_TD, sin_TD) as `kernels.reference.rotate` wants them: [cos, cos] and [-sin, sin]."""
+        angles_TF = positions_T[:, None].to(torch.float32) * self._frequencies_F
+        cos_TF = angles_TF.cos().to(self._dtype)
+        sin_TF = angles_TF.sin().to(self._dtype)
+        return torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)

@@ -1,0 +1,35 @@
+"""From a `RopeSpec` to the rotary frequencies: the published scaling rules. F = half the head dim."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ModelError
+from octavo.model.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int, factors_F: Tensor | None = None) -> Tensor:
+    """Radians per position of each pair, float32 [D/2].
+
+    default: theta^(-2i/D) (Su et al. 2021). linear: divided by `factor` (position interpolation, Chen et al.
+    2023). llama3: wavelengths beyond original / low_freq_factor are divided by `factor`, those below
+    original / high_freq_factor stay, and between the two the division is blended in linearly (Llama 3.1).
+    factors: divided by the given tensor.
+    """
+    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    plain_F = 1.0 / (rope.theta**exponents_F)
+    if rope.kind == "default":
+        return plain_F
+    if rope.kind == "linear":
+        return plain_F / rope.factor
+    if rope.kind == "factors":
+        if factors_F is None:
+            raise ModelError("This model scales its rotary frequencies by a tensor, which was not loaded.")
+        return plain_F / factors_F.to("cpu", torch.float32)
+    wavelengths_F = 2 * math.pi / plain_F
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    blend_F = ((rope.original_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend_F) * plain_F / rope.factor + blend_F * plain_F
