@@ -12,7 +12,7 @@ PYTHON ?=
 PIP_FLAGS ?=
 
 PY := $(VENV)/bin/python
-INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+INSTALL = $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
