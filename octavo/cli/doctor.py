@@ -84,7 +84,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run a model. `reason` says why it is used or why it is not."""
+    """One way to run a model, or one kernel. `reason` says why it is used or why it is not."""
 
     name: str
     used: bool
@@ -102,13 +102,15 @@ class DemoModel:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `octavo doctor` says. `backends` is in order of speed, fastest first."""
+    """Everything `octavo doctor` says. `backends` is in order of speed, fastest first, one of them used;
+    `kernels` are optional and each used or not for itself."""
 
     system: System
     cpu: Cpu
     memory: Memory
     torch: Torch
     backends: tuple[Backend, ...]
+    kernels: tuple[Backend, ...]
     demo_model: DemoModel
 
 
@@ -127,7 +129,15 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> Report:
     """Looks at this machine. Imports torch when it is installed, which takes seconds."""
     torch = torch_info()
-    return Report(system_info(), cpu_info(), memory_info(), torch, backends(torch), demo_model())
+    return Report(
+        system=system_info(),
+        cpu=cpu_info(),
+        memory=memory_info(),
+        torch=torch,
+        backends=backends(torch),
+        kernels=kernels(torch),
+        demo_model=demo_model(),
+    )
 
 
 def system_info() -> System:
@@ -226,6 +236,20 @@ def backends(torch: Torch) -> tuple[Backend, ...]:
     return tuple(out)
 
 
+def kernels(torch: Torch) -> tuple[Backend, ...]:
+    """The optional kernels of the torch back ends on the CPU."""
+    name = "packed bfloat16 products"
+    if torch.missing:
+        return (Backend(name, False, torch.missing),)
+    from torch import bfloat16, zeros
+
+    from octavo.kernels.cpu import can_pack
+
+    if can_pack(zeros(16, 16, dtype=bfloat16)):
+        return (Backend(name, True, "oneDNN has them for this processor"),)
+    return (Backend(name, False, "oneDNN has none for this processor; they need AVX-512"),)
+
+
 def demo_model() -> DemoModel:
     """The GGUF file inside the `demo` package, found without importing it (its own imports are heavy)."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
@@ -262,6 +286,9 @@ def _lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "Back ends", "fastest first"
     for backend in report.backends:
         yield f"  {backend.name}", f"{'used' if backend.used else 'not used'}: {backend.reason}"
+    yield "Kernels", "optional, CPU"
+    for kernel in report.kernels:
+        yield f"  {kernel.name}", f"{'used' if kernel.used else 'not used'}: {kernel.reason}"
     demo = report.demo_model
     yield "Demo model", demo.reason or f"{demo.path} ({_size(demo.size)})"
 

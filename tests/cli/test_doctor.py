@@ -131,6 +131,13 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used(NO_TORCH, monkeypatch, set()) == []
 
 
+@pytest.mark.parametrize("can", [True, False])
+def test_kernels(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+    monkeypatch.setattr("octavo.kernels.cpu.can_pack", lambda weight: can)
+    (packed,) = doctor.kernels(CPU_TORCH)
+    assert packed.used == can and "oneDNN" in packed.reason
+
+
 def test_demo_model_is_found_without_importing_its_package(smollm2_gguf: Path) -> None:
     demo = doctor.demo_model()
     assert demo.path == str(smollm2_gguf)
@@ -147,10 +154,10 @@ def test_a_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(argparse.Namespace(json=True)) == 0
     data = json.loads(capsys.readouterr().out)
-    assert set(data) == {"system", "cpu", "memory", "torch", "backends", "demo_model"}
+    assert set(data) == {"system", "cpu", "memory", "torch", "backends", "kernels", "demo_model"}
     assert doctor.run(argparse.Namespace(json=False)) == 0
     text = capsys.readouterr().out
-    for backend in data["backends"]:
+    for backend in data["backends"] + data["kernels"]:
         assert f"{backend['name']}" in text and backend["reason"] in text
     assert data["torch"]["version"] in text
 
@@ -162,6 +169,7 @@ def test_text_shows_limits_and_unknowns() -> None:
         memory=Memory(None, None, 512 << 20),
         torch=NO_TORCH,
         backends=doctor.backends(NO_TORCH),
+        kernels=doctor.kernels(NO_TORCH),
         demo_model=doctor.DemoModel(None, None, "not there"),
     )
     text = doctor.render(report)

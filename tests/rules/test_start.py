@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = {
     "torch",
     "transformers",
@@ -42,13 +44,19 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded_by(statement) & HEAVY
 
 
-def test_scheduler_leaves_torch_out() -> None:
+@pytest.mark.parametrize("part", ["scheduler", "text", "weights", "metrics", "quantization.ggml"])
+def test_these_parts_leave_torch_out(part: str) -> None:
     statement = (
-        "import importlib, pkgutil, octavo.scheduler as package\n"
-        "for info in pkgutil.iter_modules(package.__path__):\n"
-        "    importlib.import_module('octavo.scheduler.' + info.name)\n"
+        f"import importlib, pkgutil, octavo.{part} as part\n"
+        "for info in pkgutil.walk_packages(getattr(part, '__path__', []), part.__name__ + '.'):\n"
+        "    importlib.import_module(info.name)\n"
     )
-    assert not loaded_by(statement) & {"torch", "transformers", "jinja2", "tokenizers", "safetensors"}
+    assert not loaded_by(statement) & {"torch", "transformers"}
+
+
+def test_scheduler_needs_numpy_only() -> None:
+    statement = "import octavo.scheduler.plan, octavo.scheduler.scheduler"
+    assert not loaded_by(statement) & HEAVY - {"numpy"}
 
 
 def test_help_is_fast() -> None:
