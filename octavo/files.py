@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from octavo.errors import ModelError
 
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 16 << 20
 
 T = TypeVar("T", int, float, str, bool, dict[str, Any], list[Any])
 
@@ -57,28 +57,15 @@ def read_text(path: Path, limit: int) -> str:
         raise ModelError(f"{path} is not UTF-8 at byte {error.start}.", "Download the file again.") from None
 
 
-def parse_json_object(raw: bytes, source: object, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in `raw`. `source` names it in errors; `unique` refuses a key given twice."""
-    try:
-        value = json.loads(raw, object_pairs_hook=_unique_keys if unique else None)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{source} holds no valid JSON ({error}).", "Download the file again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{source} holds a JSON {type(value).__name__}, not an object.", "Check the file.")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
-    return result
-
-
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a regular file of at most `limit` bytes."""
-    return parse_json_object(read_bytes(path, limit), path)
+    try:
+        value = json.loads(read_bytes(path, limit))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} holds no valid JSON ({error}).", "Download the file again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}, not an object.", "Check the file.")
+    return value
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -19,10 +19,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from octavo.errors import ModelError, RequestError
-from octavo.files import MAX_JSON_BYTES, field, read_bytes, read_json, read_text
+from octavo.files import field, read_bytes, read_json, read_text
 from octavo.text import gguf_vocab
 from octavo.text.pieces import piece_rule
 
+_MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_ID = 1 << 32
 
@@ -75,7 +76,7 @@ class Tokenizer:
                 "Save the model's fast tokenizer there; a SentencePiece tokenizer.model alone is not supported.",
             )
         try:
-            backend = Backend.from_buffer(read_bytes(path, MAX_JSON_BYTES))
+            backend = Backend.from_buffer(read_bytes(path, _MAX_TOKENIZER_BYTES))
         except ModelError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception

@@ -25,7 +25,7 @@ from octavo.weights.checkpoint import PLAIN_DTYPES, Array, TensorInfo, is_block_
 
 MAX_ENTRIES = 1 << 16
 MAX_TENSORS = 1 << 20
-MAX_ARRAY = 1 << 24
+MAX_ARRAY = 1 << 22
 MAX_ARRAY_DEPTH = 4
 MAX_KEY_BYTES = 65535
 MAX_TENSOR_NAME_BYTES = 1024
