@@ -251,12 +251,16 @@ def check_docstrings(module: Module) -> Iterator[Hit]:
 
 
 def options(module: Module) -> list[str]:
-    """The options that the dataclasses of `octavo.config` offer, as "Class.field"."""
+    """The options that the classes of `octavo.config` offer, as "Class.field": every field of a class whose name
+    ends in "Config", and every field made by `option(...)`; a field that holds another such class is none."""
     found = []
-    for node in module.tree.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-            found += [f"{node.name}.{field.id}" for field in fields if isinstance(field, ast.Name)]
+    for owner in module.tree.body:
+        for node in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            made = isinstance(node.value, ast.Call) and _dotted(node.value.func) == "option"
+            if made or (owner.name.endswith("Config") and not ast.unparse(node.annotation).endswith("Config")):
+                found.append(f"{owner.name}.{node.target.id}")
     return found
 
 

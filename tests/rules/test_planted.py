@@ -222,11 +222,13 @@ def test_docstrings_let_pass() -> None:
 def test_options() -> None:
     source = (
         "@dataclass(frozen=True)\nclass CacheConfig:\n  block_size: int = 16\n  swap_space: float = 0.0\n"
-        "  def check(self): pass\nclass _Private:\n  x: int\n"
+        "  def check(self): pass\nclass Facts:\n  blocks: int\n  late: int = option(1, 'an option')\n"
+        "class EngineConfig:\n  cache: CacheConfig = field(default_factory=CacheConfig)\n"
     )
     assert options(Module.parse("octavo.config", source)) == [
         "CacheConfig.block_size",
         "CacheConfig.swap_space",
+        "Facts.late",
     ]
 
 
