@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,4 +96,9 @@ class TokenBatch:
     child: I32
     token: I32
     ended: list[Ended] = field(default_factory=list)
-    logprobs: dict[int, object] = field(default_factory=dict)
+    logprobs: Mapping[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of_ends(cls, ended: list[Ended]) -> TokenBatch:
+        """A batch without tokens."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), ended)

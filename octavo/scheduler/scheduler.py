@@ -13,6 +13,8 @@ victim of a later one; nothing is admitted in a step in which someone had to giv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,10 +59,13 @@ class Scheduler:
         first.dormant = [self.state.slots.sequence(row) for row in rows[1:]]
         self.state.queue.push(rows[0], int(self.state.slots.arrival[rows[0]]))
 
-    def abort(self, request_id: int) -> None:
-        """End every sequence of a request that is still alive; unknown ids are ignored."""
+    def abort(self, request_id: int, child: int | None = None) -> None:
+        """End every sequence of a request that is still alive, or one child; unknown ids are ignored."""
+        slots = self.state.slots
         for row in list(self.state.requests.get(request_id, ())):
-            if self.state.slots.state[row] not in (EMPTY, DEAD):  # the first may have taken the others along
+            if slots.state[row] in (EMPTY, DEAD):  # the first may have taken the others along
+                continue
+            if child is None or slots.child[row] == child:
                 self.state.end(row, ABORT)
 
     def has_work(self) -> bool:
@@ -77,7 +82,7 @@ class Scheduler:
         step: Step,
         tokens: I32,
         bad: NDArray[np.bool_] | None = None,
-        logprobs: dict[int, object] | None = None,
+        logprobs: Mapping[int, object] | None = None,
     ) -> TokenBatch:
         """Take in the tokens of the oldest step in flight, one for each of its `samples`.
 

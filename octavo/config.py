@@ -1,0 +1,235 @@
+"""What the user wishes, and what the engine makes of it.
+
+Four frozen dataclasses hold the wishes; every field's text is its help on the command line, and flags have vLLM's
+names where the meaning is the same. `resolve` turns wishes, the machine and the model into `Facts`: pure, so that
+the same input gives the same numbers anywhere, and so that they can be printed before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from octavo.errors import ConfigError
+
+GIB = 1 << 30
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DTYPES = {
+    "auto": "",
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how its weights are held."""
+
+    model: str | None = option(None, "folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct if left out")
+    revision: str | None = option(None, "branch, tag or commit of a hub model")
+    dtype: str = option("auto", f"weights and KV cache: {', '.join(DTYPES)}; auto is the checkpoint's own type")
+    max_model_len: int | None = option(
+        None, "longest sequence in tokens, prompt and output; what fits if left out"
+    )
+    load_format: str = option("auto", "auto, or dummy for seeded random weights (config.json is enough)")
+    device: str = option("auto", "cpu, cuda, or auto")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, f"tokens of one KV block: {', '.join(map(str, BLOCK_SIZES))}")
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of the KV cache; a share of the free memory if left out"
+    )
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How many sequences, how many tokens at a time."""
+
+    max_num_seqs: int | None = option(None, "most sequences that run at a time")
+    max_num_batched_tokens: int | None = option(None, "most tokens of one step")
+    depth: int | None = option(None, "steps in flight before results are read: 0, 1 or 2")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Several devices."""
+
+    tensor_parallel_size: int = option(1, "devices that share every layer; only 1 is built so far")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All wishes about one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+PARTS: tuple[tuple[str, type], ...] = (
+    ("model", ModelConfig),
+    ("cache", CacheConfig),
+    ("scheduler", SchedulerConfig),
+    ("parallel", ParallelConfig),
+)
+
+# Spellings of other engines that are understood: what is said about them.
+NOTICES = {
+    "continuous_batching": "Batching is always continuous; the option is ignored.",
+    "use_v2_block_manager": "There is one block manager; the option is ignored.",
+    "enable_chunked_prefill": "Long prompts are always computed in chunks; the option is ignored.",
+    "trust_remote_code": "Octavo never runs code of a model; the option is ignored.",
+}
+
+
+def engine_config(**options: Any) -> tuple[EngineConfig, list[str]]:
+    """An `EngineConfig` from flat options, and notices about spellings that mean nothing here.
+
+    Raises ConfigError for an option that does not exist.
+    """
+    notices = [f"{name}: {NOTICES[name]}" for name in options if name in NOTICES]
+    parts: dict[str, Any] = {}
+    known: list[str] = []
+    for part, cls in PARTS:
+        names = [f.name for f in fields(cls)]
+        known += names
+        parts[part] = cls(**{name: options[name] for name in names if name in options})
+    unknown = [name for name in options if name not in known and name not in NOTICES]
+    if unknown:
+        raise ConfigError(f"Unknown option {unknown[0]!r}.", f"Options: {', '.join(sorted(known))}.")
+    return EngineConfig(**parts), notices
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What `resolve` must know of a model: the longest sequence it was made for, and bytes of K and V per token."""
+
+    max_positions: int
+    kv_bytes_per_token: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What `resolve` must know of the machine. `free_bytes`: memory of the device after the weights are loaded."""
+
+    device: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The numbers an engine runs with. `blocks` counts the padding block."""
+
+    device: str
+    dtype: str
+    block_size: int
+    blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    prefix_cache: bool
+    watermark: int
+    kv_bytes_per_block: int
+
+    def line(self) -> str:
+        """One line for the log at start."""
+        tokens = (self.blocks - 1) * self.block_size
+        memory = self.blocks * self.kv_bytes_per_block / GIB
+        return (
+            f"{self.device}, {self.dtype}; KV cache {self.blocks - 1} blocks of {self.block_size} = {tokens} tokens "
+            f"({memory:.2f} GiB); sequences of up to {self.max_model_len} tokens, {self.max_num_seqs} at a time; "
+            f"{self.max_num_batched_tokens} tokens a step; depth {self.depth}; "
+            f"prefix cache {'on' if self.prefix_cache else 'off'}"
+        )
+
+
+# Defaults by device: sequences at a time, tokens a step, depth, share of the free memory for KV, most bytes for KV.
+_DEFAULTS = {"cpu": (64, 512, 0, 0.25, 4 * GIB), "cuda": (256, 8192, 1, 0.9, 1 << 50)}
+
+
+def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
+    """Numbers for an engine from wishes, machine and model. Raises ConfigError where they do not fit together."""
+    seqs, tokens, depth, share, most = _DEFAULTS[hardware.device]
+    seqs = _at_least(1, "max_num_seqs", wish.scheduler.max_num_seqs, seqs)
+    tokens = _at_least(1, "max_num_batched_tokens", wish.scheduler.max_num_batched_tokens, max(tokens, seqs))
+    depth = _at_least(0, "depth", wish.scheduler.depth, depth)
+    if depth > 2:
+        raise ConfigError(f"depth is {depth}.", "Give 0, 1 or 2.")
+    if wish.parallel.tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size is {wish.parallel.tensor_parallel_size}.", "Only 1 is built so far.")
+    size = wish.cache.block_size
+    if size not in BLOCK_SIZES:
+        raise ConfigError(f"block_size is {size}.", f"Give one of {', '.join(map(str, BLOCK_SIZES))} (tokens).")
+    wished_len = wish.model.max_model_len
+    if wished_len is not None and not 1 < wished_len <= model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wished_len}; the model was made for up to {model.max_positions} positions.",
+            f"Give 2 to {model.max_positions}.",
+        )
+    longest = wished_len or model.max_positions
+    per_block = model.kv_bytes_per_token * size
+    blocks = _blocks(wish.cache, per_block, hardware, share, most, -(-longest // size) * seqs)
+    if wished_len is None:
+        longest = min(longest, (blocks - 1) * size)
+    if longest > (blocks - 1) * size:
+        raise ConfigError(
+            f"A sequence of {longest} tokens (max_model_len) needs {-(-longest // size)} KV blocks; the cache has "
+            f"{blocks - 1} ({blocks * per_block / GIB:.2f} GiB).",
+            f"Lower --max-model-len to {(blocks - 1) * size}, or raise --kv-cache-memory-bytes.",
+        )
+    return Facts(
+        device=hardware.device,
+        dtype=model.dtype,
+        block_size=size,
+        blocks=blocks,
+        max_model_len=longest,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        depth=depth,
+        prefix_cache=wish.cache.enable_prefix_caching,
+        watermark=(blocks - 1) // 100,
+        kv_bytes_per_block=per_block,
+    )
+
+
+def _at_least(low: int, name: str, wish: int | None, default: int) -> int:
+    value = default if wish is None else wish
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}.", f"Give an integer of at least {low}.")
+    return value
+
+
+def _blocks(
+    cache: CacheConfig, per_block: int, hardware: Hardware, share: float, most: int, useful: int
+) -> int:
+    """Blocks of the pool with the padding block: as wished, else a share of what is free, at most `useful`."""
+    if cache.num_gpu_blocks_override is not None:
+        return _at_least(1, "num_gpu_blocks_override", cache.num_gpu_blocks_override, 0) + 1
+    if cache.kv_cache_memory_bytes is not None:
+        blocks = _at_least(1, "kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 0) // per_block
+    else:
+        blocks = min(int(min(hardware.free_bytes * share, most)) // per_block, useful + 1)
+    if blocks < 2:
+        raise ConfigError(
+            f"There is room for {max(blocks, 0)} KV blocks of {per_block} bytes; at least 2 are needed.",
+            "Raise --kv-cache-memory-bytes, or take a smaller --block-size.",
+        )
+    return blocks

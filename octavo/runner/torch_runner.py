@@ -1,0 +1,71 @@
+"""TorchRunner: plans executed with torch on one device.
+
+Owns the decoder's tensors, the KV pool and the device rows. The order on the device is that of the plan format:
+copies, parameter and table writes, forward, sampling. On CPU a launch computes at once and the ticket is the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.model.decoder import Decoder
+from octavo.runner.base import StepResult
+from octavo.runner.rows import DeviceRows
+from octavo.runner.step import sample, sampled_rows, step_batch
+from octavo.scheduler.plan import PlanView
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A launched step: its tokens on the device, and the rest of its result."""
+
+    tokens_N: Tensor | None
+    result: StepResult
+
+
+class TorchRunner:
+    """Runs `decoder` on `blocks` KV blocks (the padding block included) of `block_size` tokens.
+
+    `rows` is the largest number of sequences at a time, `max_len` the longest sequence in tokens.
+    """
+
+    def __init__(self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        self.pool = decoder.make_pool(blocks, block_size)
+        self.rows = DeviceRows(rows + 1, -(-max_len // block_size), decoder.device)
+
+    @torch.inference_mode()
+    def launch(self, words: NDArray[np.int32]) -> Ticket:
+        """Run one plan; see `octavo.runner.base.Runner`."""
+        view = PlanView(words)
+        if len(view.copies):
+            copies = torch.from_numpy(view.copies.astype(np.int64)).to(self.rows.device)
+            self.pool.copy_blocks(copies[:, 0], copies[:, 1])
+        self.rows.apply(view)
+        if not view.rows:
+            return Ticket(None, StepResult(np.empty(0, np.int32)))
+        batch = step_batch(view, self.rows, self.block_size)
+        hidden_TI = self.decoder.forward(batch, self.pool)
+        picked = sampled_rows(view)
+        if not len(picked):
+            return Ticket(None, StepResult(np.empty(0, np.int32)))
+        last_N = batch.starts_R1[1:][torch.from_numpy(picked).to(self.rows.device)].to(torch.int64) - 1
+        logits_NV = self.decoder.logits(hidden_TI[last_N])
+        tokens_N, result = sample(logits_NV, view, picked, self.rows)
+        return Ticket(tokens_N, result)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a launched step; see `octavo.runner.base.Runner`."""
+        if ticket.tokens_N is not None:
+            ticket.result.tokens = ticket.tokens_N.cpu().numpy().astype(np.int32)
+        return ticket.result
+
+    def close(self) -> None:
+        """Drop the KV pool."""
+        del self.pool

@@ -1,0 +1,140 @@
+"""The text side of one request: tokens of its children become text, stop strings end them, results grow.
+
+Used by every front end. One `RequestText` per request; the caller feeds it tokens and ends in the order in which the
+engine reported them, and aborts a child in the engine when `push` says that a stop string ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from octavo.text.detokenizer import Detokenizer, StopChecker
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+
+class SampledLogprobs(Protocol):
+    """What a runner reports for one sampled position (see `octavo.runner.base.TokenLogprobs`)."""
+
+    chosen: float
+    rank: int
+    ids: Sequence[int]
+    values: Sequence[float]
+
+
+class RequestText:
+    """Grows `output`, the result of one request, token by token.
+
+    `tokenizer` None: no text at all (`detokenize=False`).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.params = params
+        self.output = RequestOutput(
+            request_id, prompt, list(prompt_ids), [CompletionOutput(index=i) for i in range(params.n)]
+        )
+        self._tokenizer = tokenizer if params.detokenize else None
+        stops = params.stop_strings
+        self._detokenizers = [
+            Detokenizer(self._tokenizer, params.skip_special_tokens, after_prompt=True) if self._tokenizer else None
+            for _ in range(params.n)
+        ]
+        self._checkers = [
+            StopChecker(stops, params.include_stop_str_in_output) if stops and self._tokenizer else None
+            for _ in range(params.n)
+        ]
+        self._running = params.n
+        if params.logprobs is not None:
+            for completion in self.output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+
+    @property
+    def finished(self) -> bool:
+        """True when every child has ended."""
+        return self._running == 0
+
+    def push(self, child: int, token: int, logprobs: SampledLogprobs | None, *, ends: bool) -> bool:
+        """Add one token; True when a stop string ended the child, which the engine does not know yet.
+
+        `ends`: the engine ended the child with this token as its stop; such a token adds no text.
+        """
+        completion = self.output.outputs[child]
+        if completion.finish_reason is not None:  # in flight when a stop string was found
+            return False
+        completion.token_ids.append(token)
+        if logprobs is not None:
+            self._add_logprobs(completion, token, logprobs)
+        detokenizer, checker = self._detokenizers[child], self._checkers[child]
+        if detokenizer is None or (ends and not self._keeps_stop(token)):
+            return False
+        delta = detokenizer.push((token,))
+        if checker is None:
+            completion.text += delta
+            return False
+        text, stop = checker.push(delta, armed=len(completion.token_ids) > self.params.min_tokens)
+        completion.text += text
+        if stop is None or ends:
+            return False
+        self._finish(completion, "stop", stop)
+        return True
+
+    def end(self, child: int, reason: str) -> None:
+        """The engine ended a child. Ignored when a stop string ended it before."""
+        completion = self.output.outputs[child]
+        if completion.finish_reason is not None:
+            return
+        detokenizer, checker = self._detokenizers[child], self._checkers[child]
+        stop: int | str | None = None
+        if detokenizer is not None:
+            tail = detokenizer.finish()
+            if checker is not None:
+                text, stop = checker.push(tail) if tail else ("", None)
+                tail = text if stop is not None else text + checker.finish()
+            completion.text += tail
+        last = completion.token_ids[-1] if completion.token_ids else None
+        if stop is None and reason == "stop" and last in (self.params.stop_token_ids or ()):
+            stop = last
+        self._finish(completion, "stop" if isinstance(stop, str) else reason, stop)
+
+    def _keeps_stop(self, token: int) -> bool:
+        return self.params.include_stop_str_in_output and token in (self.params.stop_token_ids or ())
+
+    def _finish(self, completion: CompletionOutput, reason: str, stop: int | str | None) -> None:
+        completion.finish_reason = reason
+        completion.stop_reason = stop
+        self._running -= 1
+        self.output.finished = self._running == 0
+
+    def _add_logprobs(self, completion: CompletionOutput, token: int, found: SampledLogprobs) -> None:
+        entry = {token: Logprob(found.chosen, found.rank, self._piece(token))}
+        for rank, (other, value) in enumerate(zip(found.ids, found.values, strict=True), 1):
+            entry.setdefault(int(other), Logprob(float(value), rank, self._piece(int(other))))
+        if completion.logprobs is not None:
+            completion.logprobs.append(entry)
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + found.chosen
+
+    def _piece(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def snapshot(self) -> RequestOutput:
+        """A copy of the result so far that later tokens do not change."""
+        outputs = [
+            replace(
+                completion,
+                token_ids=list(completion.token_ids),
+                logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            )
+            for completion in self.output.outputs
+        ]
+        return replace(self.output, outputs=outputs)
