@@ -73,16 +73,12 @@ class KVPool:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.data = torch.zeros(
-            (layers, 2, num_blocks, kv_heads, block_size, head_dim), dtype=dtype, device=device
-        )
+        self.data = torch.zeros((layers, 2, num_blocks, kv_heads, block_size, head_dim), dtype=dtype, device=device)
         self.keys = [self.data[layer, 0] for layer in range(layers)]
         self.values = [self.data[layer, 1] for layer in range(layers)]
 
     @staticmethod
-    def bytes_per_block(
-        layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_block(layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes that one block takes over all layers, keys and values."""
         return 2 * layers * block_size * kv_heads * head_dim * dtype.itemsize
 
@@ -123,7 +119,7 @@ Plan = Any
 
 
 class AttentionBackend(Protocol):
-    """Paged causal attention. Construct with an `AttentionShape`."""
+    """Paged causal attention. Constructed with an `AttentionShape` and the dtype of q, k, v and pool."""
 
     capabilities: Capabilities
 
@@ -131,8 +127,6 @@ class AttentionBackend(Protocol):
         """Everything that is equal for all layers of this step: indices, masks, groups."""
         ...
 
-    def run(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: Plan
-    ) -> Tensor:
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: Plan) -> Tensor:
         """Write k and v of all tokens to the pool, then attend. Returns o_THD in the dtype of q."""
         ...

@@ -26,18 +26,18 @@ class _Plan:
 class ReferenceAttention:
     """See `octavo.attention.base.AttentionBackend`; `run_with_lse` also returns the log-sum-exp."""
 
-    capabilities = Capabilities("reference", "any", _FLOATS, True, True, False, False)
+    capabilities = Capabilities(
+        "reference", "any", _FLOATS, softcap=True, window=True, needs_host_lengths=False, graph_safe=False
+    )
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
         self._shape = shape
 
     def plan(self, batch: StepBatch, block_size: int) -> _Plan:
         """Bring the lengths to the host (this backend may: it is never captured)."""
         return _Plan(batch.starts_R1.diff().tolist(), batch.kv_lens_R.tolist(), batch)
 
-    def run(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan
-    ) -> Tensor:
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan) -> Tensor:
         """Write k and v, attend; o_THD."""
         return self.run_with_lse(layer, q_THD, k_TKD, v_TKD, pool, plan)[0]
 

@@ -1,0 +1,198 @@
+"""The default backend on the CPU: torch, with as few and as large operations as a layer allows.
+
+A step becomes a few *groups*. A group gathers the blocks of its rows into dense keys and values once and
+then attends in one or more *tiles*. Rows with equal, short queries (decoding: 1) and similar lengths form
+one group with one tile; a prefilling row is a group of its own whose queries are cut into tiles, so that an
+early tile multiplies only with the keys it may see. The query heads that share a key/value head are folded
+into the rows of one matrix product, so keys and values are read once per key/value head.
+
+Figures that decided (2 Zen 4 cores, bfloat16, 9/3 heads, D 64): 64 rows of 400 keys, cold: gather and two
+batched products 2.1 ms a layer, gather and `scaled_dot_product_attention` 3.7 ms; one 512-token prompt:
+tiles 1.9 ms, `scaled_dot_product_attention` 4.4 ms. Scores are rounded to the model dtype before the
+softmax (as in eager transformers); the softmax itself runs in float32 or wider.
+
+Shape letters: T tokens, R rows, M table columns, H query heads, K key/value heads, G = H / K, D head dim,
+N blocks in the pool, S tokens in a block, Q queries of a row in a tile, U keys of a tile, W masked keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionShape, Capabilities, HostLengths, KVPool, StepBatch
+from octavo.errors import EngineError
+
+_TILE_QUERIES = 128
+"""queries of a prefilling row per tile; rows with fewer than a quarter of it share groups"""
+_GROUP_BYTES = 8 << 20
+"""gathered keys and values of one group: they must still be in the cache when they are multiplied"""
+_WASTE_BYTES = 512 << 10
+"""a group ends where padding its next row to the longest one would cost more than one group more"""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries [start, stop) of the group's tokens, which see the first `keys` keys."""
+
+    start: int
+    stop: int
+    keys: int
+    mask_R1QW: Tensor | None
+    """0 or -inf, added to the scores of the last W keys"""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """`rows` rows of equal query count; `index` picks (block, head) tiles out of the pool, row by row."""
+
+    rows: int
+    index: Tensor
+    tiles: tuple[_Tile, ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    write_TK: Tensor
+    """where each token's head vector goes in the pool seen as [N * K * S, D]"""
+    order_T: Tensor | None
+    """token order of the groups (None: the order of the batch), and back"""
+    inverse_T: Tensor | None
+    groups: tuple[_Group, ...]
+
+
+class TorchCpuAttention:
+    """See `octavo.attention.base.AttentionBackend`."""
+
+    capabilities = Capabilities(
+        "torch_cpu",
+        "cpu",
+        (torch.bfloat16, torch.float32, torch.float64, torch.float16),
+        softcap=False,
+        window=False,
+        needs_host_lengths=True,
+        graph_safe=False,
+    )
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._zero = torch.zeros(1, 1, 1, dtype=dtype)
+        self._token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+        self._heads_K = torch.arange(shape.kv_heads)
+
+    def plan(self, batch: StepBatch, block_size: int) -> _Plan:
+        """Group the rows by query count and length; build indices and masks."""
+        host = batch.host
+        if host is None:
+            raise EngineError("This attention backend needs the row lengths on the host, and got none.")
+        order_R, sizes = self._cut(host, block_size)
+        tables_RM = batch.tables_RM.index_select(0, torch.from_numpy(order_R)).long()
+        blocks_R = torch.from_numpy(-(-host.kv_R[order_R] // block_size))
+        used_RM = torch.arange(tables_RM.shape[1]) < blocks_R[:, None]
+        index_RKM = (tables_RM * used_RM)[:, None] * self._shape.kv_heads + self._heads_K[:, None]
+        groups, row, token = [], 0, 0
+        for size in sizes:
+            rows = order_R[row : row + size]
+            queries, kv_r = int(host.query_R[rows[0]]), host.kv_R[rows]
+            columns = -(-int(kv_r.max()) // block_size)
+            index = index_RKM[row : row + size, :, :columns].reshape(-1)
+            groups.append(_Group(size, index, self._tiles(token, queries, kv_r)))
+            row, token = row + size, token + size * queries
+        order_T, inverse_T = _token_order(order_R, host.query_R)
+        block_T, offset_T = batch.slots_T // block_size, batch.slots_T % block_size
+        write_TK = (block_T[:, None] * self._shape.kv_heads + self._heads_K) * block_size + offset_T[:, None]
+        return _Plan(write_TK.reshape(-1), order_T, inverse_T, tuple(groups))
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan) -> Tensor:
+        """Write k and v, attend; o_THD."""
+        keys_NKSD, values_NKSD = pool.keys[layer], pool.values[layer]
+        head_dim = self._shape.head_dim
+        keys_NKSD.view(-1, head_dim).index_copy_(0, plan.write_TK, k_TKD.reshape(-1, head_dim))
+        values_NKSD.view(-1, head_dim).index_copy_(0, plan.write_TK, v_TKD.reshape(-1, head_dim))
+        if plan.order_T is not None:
+            q_THD = q_THD.index_select(0, plan.order_T)
+        outputs = []
+        for group in plan.groups:
+            k = _gather(keys_NKSD, group)
+            v = _gather(values_NKSD, group)
+            outputs += [self._attend(q_THD, k, v, group.rows, tile) for tile in group.tiles]
+        o_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return o_THD if plan.inverse_T is None else o_THD.index_select(0, plan.inverse_T)
+
+    def _attend(self, q_THD: Tensor, k: Tensor, v: Tensor, rows: int, tile: _Tile) -> Tensor:
+        """One tile: q, folded to [rows * K, G * Q, D], times dense k and v [rows * K, U, D]."""
+        kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
+        group = self._shape.heads // kv_heads
+        q = q_THD[tile.start : tile.stop].view(rows, -1, kv_heads, group, head_dim)
+        queries = q.shape[1]
+        q = q.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, group * queries, head_dim)
+        k, v = k[:, : tile.keys], v[:, : tile.keys]
+        scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=self._shape.scale)
+        if tile.mask_R1QW is not None:
+            masked = tile.mask_R1QW.shape[-1]
+            by_query = scores.view(rows, kv_heads * group, queries, tile.keys)
+            by_query[..., tile.keys - masked :].add_(tile.mask_R1QW)
+        o = torch.bmm(torch.softmax(scores, dim=-1), v).view(rows, kv_heads, group, queries, head_dim)
+        return o.permute(0, 3, 1, 2, 4).reshape(rows * queries, kv_heads * group, head_dim)
+
+    def _cut(self, host: HostLengths, block_size: int) -> tuple[np.ndarray, list[int]]:
+        """Row order (by query count, then longest first) and how many consecutive rows each group takes."""
+        order_R = np.lexsort((-host.kv_R, host.query_R))
+        sizes: list[int] = []
+        queries, longest, waste = -1, 0, 0
+        for row in order_R:
+            length = -(-int(host.kv_R[row]) // block_size) * block_size
+            waste += (longest - length) * self._token_bytes
+            full = bool(sizes) and (sizes[-1] + 1) * longest * self._token_bytes > _GROUP_BYTES
+            apart = queries != host.query_R[row] or queries > _TILE_QUERIES // 4
+            if apart or full or waste > _WASTE_BYTES:
+                sizes.append(0)
+                queries, longest, waste = int(host.query_R[row]), length, 0
+            sizes[-1] += 1
+        return order_R, sizes
+
+    def _tiles(self, token: int, queries: int, kv_r: np.ndarray) -> tuple[_Tile, ...]:
+        """One tile for a group of several rows; for one row, tiles of at most `_TILE_QUERIES` queries."""
+        if len(kv_r) > 1:
+            mask = self._mask(kv_r, queries, int(kv_r.max()))
+            return (_Tile(token, token + queries * len(kv_r), int(kv_r.max()), mask),)
+        before = int(kv_r[0]) - queries
+        count = -(-queries // _TILE_QUERIES)
+        edges = [queries * part // count for part in range(count + 1)]
+        return tuple(
+            _Tile(token + a, token + b, before + b, self._mask(np.array([before + b]), b - a, before + b))
+            for a, b in zip(edges, edges[1:], strict=False)
+        )
+
+    def _mask(self, kv_r: np.ndarray, queries: int, keys: int) -> Tensor | None:
+        """Query i of `queries` sees keys up to kv - queries + i; only columns that some query must not see."""
+        first = int(kv_r.min()) - queries + 1
+        if first >= keys:
+            return None
+        last_RQ = torch.from_numpy(kv_r - queries)[:, None] + torch.arange(queries)
+        hidden_RQW = torch.arange(first, keys) > last_RQ[..., None]
+        mask_RQW = torch.zeros(hidden_RQW.shape, dtype=self._dtype).masked_fill_(hidden_RQW, float("-inf"))
+        return mask_RQW[:, None]
+
+
+def _gather(pool_NKSD: Tensor, group: _Group) -> Tensor:
+    """The (block, head) tiles of a group as dense [rows * K, M * S, D]."""
+    tiles = pool_NKSD.view(-1, pool_NKSD.shape[2] * pool_NKSD.shape[3]).index_select(0, group.index)
+    return tiles.view(group.rows * pool_NKSD.shape[1], -1, pool_NKSD.shape[3])
+
+
+def _token_order(order_R: np.ndarray, query_R: np.ndarray) -> tuple[Tensor | None, Tensor | None]:
+    """Token permutation that puts rows into `order_R`, and its inverse; None when nothing moves."""
+    if (order_R[1:] > order_R[:-1]).all():
+        return None, None
+    starts_R = np.concatenate(([0], np.cumsum(query_R)[:-1]))
+    counts_r = query_R[order_R]
+    ends_r = np.cumsum(counts_r)
+    order_T = np.repeat(starts_R[order_R] - (ends_r - counts_r), counts_r) + np.arange(ends_r[-1])
+    inverse_T = np.empty_like(order_T)
+    inverse_T[order_T] = np.arange(len(order_T))
+    return torch.from_numpy(order_T), torch.from_numpy(inverse_T)
