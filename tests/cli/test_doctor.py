@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from octavo import machine as facts
 from octavo.cli import doctor
-from octavo.cli.doctor import Cpu, Memory, Torch
+from octavo.cli.doctor import Torch
+from octavo.machine import Cpu, Memory
 
 NO_TORCH = Torch(None, None, None, (), "no module named torch")
 CPU_TORCH = Torch("2.13.0", None, 2, (), None)
@@ -40,21 +42,21 @@ def machine(root: Path) -> Path:
 
 def test_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    cpu = doctor.cpu_info(machine(tmp_path), usable=range(4))
+    cpu = facts.cpu_info(machine(tmp_path), usable=range(4))
     assert (cpu.model, cpu.logical, cpu.physical, cpu.limit) == ("Made Up 3000", 4, 2, None)
     assert [flag for flag, has in cpu.flags.items() if has] == ["avx2", "avx512f", "amx_tile"]
-    assert doctor.cpu_info(machine(tmp_path), usable=[0, 1]).physical == 1
+    assert facts.cpu_info(machine(tmp_path), usable=[0, 1]).physical == 1
 
 
 def test_arm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     write(tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd asimddp i8mm\n"})
-    flags = doctor.cpu_info(tmp_path, usable=[0]).flags
+    flags = facts.cpu_info(tmp_path, usable=[0]).flags
     assert flags == {"asimd": True, "asimddp": True, "i8mm": True, "bf16": False, "sve": False}
 
 
 def test_memory(tmp_path: Path) -> None:
-    assert doctor.memory_info(machine(tmp_path)) == Memory(8 << 30, 4 << 30, None)
+    assert facts.memory_info(machine(tmp_path)) == Memory(8 << 30, 4 << 30, None)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,14 @@ def test_memory(tmp_path: Path) -> None:
 )
 def test_cgroup_limits(tmp_path: Path, files: dict[str, str], cores: float | None, size: int | None) -> None:
     write(tmp_path, files)
-    assert doctor.cpu_limit(tmp_path) == cores
-    assert doctor.memory_limit(tmp_path) == size
+    assert facts.cpu_limit(tmp_path) == cores
+    assert facts.memory_limit(tmp_path) == size
 
 
 def test_a_machine_without_such_files_is_unknown_not_an_error(tmp_path: Path) -> None:
-    cpu = doctor.cpu_info(tmp_path, usable=range(2))
+    cpu = facts.cpu_info(tmp_path, usable=range(2))
     assert (cpu.logical, cpu.physical, cpu.limit) == (2, 2, None)
-    assert doctor.memory_info(tmp_path) == Memory(None, None, None)
+    assert facts.memory_info(tmp_path) == Memory(None, None, None)
 
 
 def used(torch: Torch, monkeypatch: pytest.MonkeyPatch, present: set[str]) -> list[str]:

@@ -20,7 +20,7 @@ MAX_DEBUG_VARIABLES = 5
 MAX_OPTIONS = 44
 
 # Everyone may import these; they import only each other, downwards in this order.
-BASE = ("config", "types", "env", "errors")
+BASE = ("config", "types", "machine", "env", "errors")
 
 # Part -> the parts it may import, besides itself and BASE. The most specific entry counts, on both sides:
 # "engine.client" allows that module only. `None`: anything, but inside functions only.
@@ -37,7 +37,8 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "text": ("files",),
     "metrics": (),
     "engine": ("scheduler", "runner", "metrics"),
-    # The offline front end puts all parts together in one process.
+    # Where an engine is put together, and the offline front end, which adds the text.
+    "engine.build": ("scheduler", "runner", "metrics", "model", "weights"),
     "engine.llm": ("scheduler", "runner", "metrics", "model", "weights", "text"),
     "server": ("engine.client", "text", "metrics"),
     "bench": ("engine", "scheduler", "runner"),
@@ -48,6 +49,7 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "errors": (),
     "env": (),
     "types": (),
+    "machine": (),
     "config": (),
 }
 
