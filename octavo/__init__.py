@@ -1,0 +1,26 @@
+"""Octavo: LLM inference with a paged KV cache and continuous batching.
+
+    from octavo import LLM, SamplingParams
+
+Importing the package is cheap: what needs numpy or torch is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.engine.llm import LLM
+    from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+_PLACES = dict.fromkeys(__all__, "octavo.types") | {"LLM": "octavo.engine.llm"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_PLACES[name]), name)

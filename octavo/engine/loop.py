@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from octavo.errors import EngineError, invariant
@@ -30,6 +31,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.depth = depth
+        self.observer: Callable[[Scheduler], None] | None = None  # called after every step
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._failures = 0
         self._idle_plans = 0
@@ -52,6 +54,8 @@ class EngineLoop:
         ended = self.scheduler.take_ended()
         if ended:
             batches.append(TokenBatch.of_ends(ended))
+        if self.observer is not None:
+            self.observer(self.scheduler)
         return batches
 
     def _launch(self, step: Step) -> Any:

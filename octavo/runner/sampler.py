@@ -39,24 +39,27 @@ class SamplingRows:
     position_N: Tensor
 
 
-def philox_words(seed_low_N: Tensor, seed_high_N: Tensor, position_N: Tensor, child_N: Tensor, vocab: int) -> Tensor:
-    """Random 32-bit words, one for each (position, vocabulary id): int64 [N, V] in 0..2**32 - 1.
-
-    Word v of a row is word v % 4 of Philox4x32-10 with counter (v // 4, position, child, tag) and the seed as key.
-    """
-    width = -(-vocab // 4)
-    counter = torch.arange(width, dtype=torch.int64, device=seed_low_N.device)
-    c0 = counter.expand(len(seed_low_N), width)
-    c1 = position_N[:, None].expand_as(c0)
-    c2 = child_N[:, None].expand_as(c0)
-    c3 = torch.full_like(c0, PHILOX_TAG)
-    k0, k1 = seed_low_N[:, None].clone(), seed_high_N[:, None].clone()
+def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four random words for each counter (c0..c3) and key (k0, k1); 32-bit words in int64 tensors."""
     for _ in range(10):
         # int64 products of 32-bit words wrap; shifting and masking still gives their upper halves.
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (p1 >> 32 & _LOW) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32 & _LOW) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :vocab]
+    return c0, c1, c2, c3
+
+
+def philox_words(rows: SamplingRows, vocab: int) -> Tensor:
+    """Random 32-bit words, one for each (row, vocabulary id): int64 [N, V] in 0..2**32 - 1.
+
+    Word v of a row is word v % 4 of Philox with counter (v // 4, position, child, tag) and the seed as key.
+    """
+    width = -(-vocab // 4)
+    count = len(rows.seed_low_N)
+    c0 = torch.arange(width, dtype=torch.int64, device=rows.seed_low_N.device).expand(count, width)
+    c1, c2 = rows.position_N[:, None].expand_as(c0), rows.child_N[:, None].expand_as(c0)
+    words = philox(c0, c1, c2, torch.full_like(c0, PHILOX_TAG), rows.seed_low_N[:, None], rows.seed_high_N[:, None])
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab]
 
 
 def gumbel_noise(words_NV: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ def draw(logits_NV: Tensor, rows: SamplingRows, *, filters: bool) -> Tensor:
     scaled_NV = logits_NV / rows.temperature_N[:, None].to(logits_NV.dtype)
     if filters:
         scaled_NV = filter_logits(scaled_NV, rows)
-    words_NV = philox_words(rows.seed_low_N, rows.seed_high_N, rows.position_N, rows.child_N, logits_NV.shape[1])
+    words_NV = philox_words(rows, logits_NV.shape[1])
     return (scaled_NV + gumbel_noise(words_NV)).argmax(-1)
 
 

@@ -41,7 +41,7 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "engine.build": ("scheduler", "runner", "metrics", "model", "weights"),
     "engine.llm": ("scheduler", "runner", "metrics", "model", "weights", "text"),
     "server": ("engine.client", "text", "metrics"),
-    "bench": ("engine", "scheduler", "runner"),
+    "bench": ("engine", "scheduler", "runner", "model"),
     "entrypoints": ("cli", "server"),
     "cli": None,
     "__main__": ("cli",),

@@ -1,0 +1,26 @@
+"""`octavo bench`: one subcommand for each thing that is measured; each lives in `octavo.bench`."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+SUBCOMMANDS = {
+    "offline": "throughput of LLM.generate on fixed workloads, beside a rival if wished",
+    "host": "CPU time that the scheduler takes for one step",
+    "simulate": "random load on the scheduler, every invariant checked after every step",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, summary in SUBCOMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        import_module(f"octavo.bench.{name}").add_arguments(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    code: int = import_module(f"octavo.bench.{args.what}").run(args)
+    return code

@@ -1,0 +1,144 @@
+"""Putting an engine together: files, spec, numbers, runner, scheduler, loop.
+
+Everything that can be refused is refused before weights are read: an unknown architecture, missing or misshapen
+tensors, options that do not fit. Heavy imports happen inside, so that naming a wrong model costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from octavo.config import DTYPES, EngineConfig, Facts, Hardware, ModelFacts, resolve
+from octavo.engine.client import ModelLimits
+from octavo.engine.loop import EngineLoop
+from octavo.errors import ConfigError
+from octavo.machine import free_memory
+from octavo.scheduler.records import Limits
+from octavo.scheduler.scheduler import Scheduler
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.fetch import ModelFiles, open_checkpoint, resolve_model
+from octavo.weights.needs import TensorNeed
+
+if TYPE_CHECKING:
+    from octavo.model.spec import ModelSpec
+    from octavo.runner.base import Runner
+
+_log = logging.getLogger(__name__)
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose files were found and understood; no weight was read."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    needs: Sequence[TensorNeed]
+    checkpoint: Checkpoint
+    eos_ids: tuple[int, ...] = field(default=())
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running engine: the numbers it runs with and the loop that drives it."""
+
+    facts: Facts
+    limits: ModelLimits
+    loop: EngineLoop
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler inside."""
+        return self.loop.scheduler
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self.loop.runner.close()
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Find the model, read its configuration, check its tensors. Raises ModelError."""
+    from octavo.files import read_json
+    from octavo.model.families import spec_from_config
+    from octavo.model.gguf_keys import spec_from_gguf
+    from octavo.model.spec import weight_needs
+    from octavo.weights.gguf import GgufCheckpoint
+    from octavo.weights.load import DummyCheckpoint, check
+
+    if config.model.load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format is {config.model.load_format!r}.", "Give auto or dummy.")
+    dummy = config.model.load_format == "dummy"
+    files = resolve_model(config.model.model, config.model.revision, weights=not dummy)
+    source: Literal["hf", "gguf"]
+    if files.kind == "gguf":
+        checkpoint: Checkpoint = GgufCheckpoint(files.path)
+        spec = spec_from_gguf(checkpoint.metadata, checkpoint.names())  # type: ignore[attr-defined]
+        source = "gguf"
+    else:
+        spec = spec_from_config(read_json(files.path / "config.json"))
+        source = "hf"
+    needs = weight_needs(spec, source)
+    if dummy:
+        checkpoint = DummyCheckpoint(needs, _TAGS[run_dtype(config, spec)])
+    elif files.kind != "gguf":
+        checkpoint = open_checkpoint(files)
+    check(needs, checkpoint)
+    return OpenedModel(files, spec, needs, checkpoint, spec.eos_ids)
+
+
+def run_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    """The type of weights and KV cache: as wished, else the checkpoint's own."""
+    if config.model.dtype not in DTYPES:
+        raise ConfigError(f"dtype is {config.model.dtype!r}.", f"Give one of {', '.join(DTYPES)}.")
+    return DTYPES[config.model.dtype] or spec.dtype
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    """Bytes that one token takes in the KV cache, all layers, keys and values."""
+    return 2 * len(spec.layers) * spec.kv_heads * spec.head_dim * ELEMENT_BYTES[dtype]
+
+
+def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
+    """Load the weights and start an engine. Raises ConfigError, ModelError."""
+    from octavo.runner.build import build_decoder, pick_device, torch_dtype
+    from octavo.runner.torch_runner import TorchRunner
+
+    spec = model.spec
+    dtype = run_dtype(config, spec)
+    model_facts = ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype), dtype)
+    device = pick_device(config.model.device)
+    resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
+    decoder = build_decoder(spec, model.needs, model.checkpoint, torch_dtype(dtype), device)
+    facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
+    _log.info("%s", facts.line())
+    runner = TorchRunner(
+        decoder,
+        blocks=facts.blocks,
+        block_size=facts.block_size,
+        rows=facts.max_num_seqs,
+        max_len=facts.max_model_len,
+    )
+    return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+
+
+def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner) -> Engine:
+    """A scheduler and a loop around a runner."""
+    scheduler = Scheduler(
+        Limits(
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            blocks=facts.blocks,
+            vocab_size=vocab_size,
+            prefix_cache=facts.prefix_cache,
+            watermark=facts.watermark,
+        )
+    )
+    limits = ModelLimits(vocab_size, facts.max_model_len, facts.block_size, eos_ids, facts.prefix_cache)
+    return Engine(facts, limits, EngineLoop(scheduler, runner, facts.depth))

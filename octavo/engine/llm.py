@@ -1,0 +1,274 @@
+"""`LLM`: a model in this process, for offline generation.
+
+    llm = LLM(model="folder, .gguf or hub id")
+    for output in llm.generate(["Hello, my name is"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+
+Names, defaults and result shapes are vLLM's. The engine runs in the caller's thread while a call is open; an `LLM` is
+not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from octavo.config import engine_config
+from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
+from octavo.engine.client import build_request
+from octavo.errors import ModelError, RequestError
+from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
+from octavo.text.outputs import RequestText
+from octavo.text.template import render_chat
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import RequestOutput, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model and an engine for it. Keyword options are the fields of `octavo.config`, under vLLM's names.
+
+    model: folder, .gguf file or hub id; None is the embedded SmolLM2-135M-Instruct. skip_tokenizer_init: token ids
+    only, no text. Raises ConfigError for options, ModelError for a model that cannot be loaded.
+    """
+
+    def __init__(self, model: str | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
+        config, notices = engine_config(model=model, **options)
+        for notice in notices:
+            _log.warning("%s", notice)
+        opened = open_model(config)
+        self.tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
+        if self.tokenizer is not None and not opened.eos_ids:
+            opened = OpenedModel(opened.files, opened.spec, opened.needs, opened.checkpoint, self.tokenizer.eos_ids)
+        self.name = opened.files.name
+        self._engine: Engine = build_engine(config, opened)
+        self._numbers = itertools.count()
+        self._texts: dict[int, RequestText] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine inside: its facts and its scheduler."""
+        return self._engine
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start."""
+        return self._engine.scheduler.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Complete all prompts, many at a time; results in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or {"prompt": text} / {"prompt_token_ids": ids}. One set of
+        parameters serves all prompts, or one each. Every prompt is checked before anything runs: RequestError names
+        the first that cannot be served.
+        """
+        batch = _as_prompts(prompts)
+        params = _params_for(sampling_params, len(batch))
+        added = []
+        try:
+            for i, (prompt, param) in enumerate(zip(batch, params, strict=True)):
+                added.append(self._add(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
+        except RequestError:
+            self._drop(added)
+            raise
+        return self._run(added, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            {
+                "prompt_token_ids": self.tokenize_chat(
+                    conversation,  # type: ignore[arg-type]
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                )
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt)
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of one conversation as the model's chat template writes it."""
+        tokenizer = self._text("chat")
+        template = chat_template or tokenizer.chat_template
+        if template is None:
+            raise RequestError(f"{self.name} has no chat template.", "Use generate, or give chat_template.")
+        text = render_chat(
+            template,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[RequestOutput]:
+        """Yield the growing result of one prompt after every step that changed it. Closing the iterator aborts it."""
+        number = self._add(prompt, sampling_params or SamplingParams(), cache_salt, "")
+        text = self._texts[number]
+        try:
+            while not text.finished:
+                if number in self._step():
+                    yield text.snapshot()
+        finally:
+            self._drop([number])
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise RequestError when `generate` would refuse this prompt."""
+        build_request(0, self._prompt_ids(prompt)[1], params, self._engine.limits)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, salt: str, where: str) -> int:
+        number = next(self._numbers)
+        try:
+            text, ids = self._prompt_ids(prompt)
+            if params.stop_strings and self.tokenizer is None:
+                raise RequestError("stop strings need a tokenizer.", "Use stop_token_ids.", "stop")
+            self._engine.scheduler.submit(build_request(number, ids, params, self._engine.limits, salt))
+        except RequestError as error:
+            raise RequestError(where + error.cause, error.fix, error.param) from None
+        self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
+        return number
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        text: Any = None
+        ids: Any = None
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            ids = prompt
+        if ids is None:
+            if not isinstance(text, str) or not text:
+                raise RequestError("The prompt is empty.", "Give some text or token ids.", "prompt")
+            ids = self._text("text prompts").encode(text)
+        elif isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+            raise RequestError(f"The token ids are a {type(ids).__name__}.", "Give a list of integers.", "prompt")
+        return text, ids
+
+    def _text(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"This LLM has no tokenizer, which {what} need.", "Give token ids.", "prompt")
+        return self.tokenizer
+
+    def _run(self, numbers: list[int], use_tqdm: bool) -> list[RequestOutput]:
+        left = set(numbers)
+        bar = tqdm(total=len(numbers), desc="Generating", unit="req", disable=None if use_tqdm else True)
+        try:
+            with bar:
+                while left:
+                    touched = self._step()
+                    ended = [n for n in touched if n in left and self._texts[n].finished]
+                    left.difference_update(ended)
+                    bar.update(len(ended))
+            return [self._texts[number].output for number in numbers]
+        finally:
+            self._drop(numbers)
+
+    def _drop(self, numbers: list[int]) -> None:
+        """Forget requests; those that still run are aborted."""
+        for number in numbers:
+            text = self._texts.pop(number, None)
+            if text is not None and not text.finished:
+                self._engine.scheduler.abort(number)
+
+    def _step(self) -> set[int]:
+        """One turn of the engine; returns the requests whose results changed."""
+        touched: set[int] = set()
+        for batch in self._engine.loop.step():
+            self._take_in(batch, touched)
+        return touched
+
+    def _take_in(self, batch: TokenBatch, touched: set[int]) -> None:
+        stops = {(end.request_id, end.child) for end in batch.ended if end.reason == STOP}
+        rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
+        for i, (number, child, token) in enumerate(rows):
+            text = self._texts.get(number)
+            if text is None:
+                continue
+            touched.add(number)
+            logprobs: Any = batch.logprobs.get(i)
+            if text.push(child, token, logprobs, ends=(number, child) in stops):
+                self._engine.scheduler.abort(number, child)
+        for end in batch.ended:
+            text = self._texts.get(end.request_id)
+            if text is not None:
+                touched.add(end.request_id)
+                text.end(end.child, REASONS[end.reason])
+                if end.child == 0:
+                    text.output.num_cached_tokens = end.cached_tokens
+                text.output.num_preemptions += end.preemptions
+
+
+def _tokenizer(model: OpenedModel) -> Tokenizer:
+    metadata = getattr(model.checkpoint, "metadata", None)
+    if model.files.kind == "gguf" and metadata is not None:
+        return Tokenizer.from_gguf(metadata)
+    tokenizer = Tokenizer.from_folder(model.files.path)
+    if tokenizer.vocab_size > model.spec.vocab_size:
+        raise ModelError(
+            f"The tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.spec.vocab_size}.",
+            "Use the tokenizer that belongs to the model.",
+        )
+    return tokenizer
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list; a list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], int) and not isinstance(items[0], bool):
+        return [items]
+    return items
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"There are {count} prompts and {len(params)} sampling_params.", "Give one each.")
+    return list(params)
