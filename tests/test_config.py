@@ -1,0 +1,56 @@
+"""Wishes become numbers, or a refusal that names the number and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.config import GIB, Hardware, ModelFacts, engine_config, resolve
+from octavo.errors import ConfigError
+
+MODEL = ModelFacts(max_positions=8192, kv_bytes_per_token=23040, dtype="bfloat16")
+CPU = Hardware("cpu", 16 * GIB)
+
+
+def facts(**options):
+    config, _ = engine_config(**options)
+    return resolve(config, CPU, MODEL)
+
+
+def test_defaults_on_a_cpu():
+    made = facts()
+    assert (made.block_size, made.max_num_seqs, made.depth, made.max_model_len) == (16, 64, 0, 8192)
+    assert made.blocks * made.kv_bytes_per_block <= 4 * GIB
+    assert made.max_num_batched_tokens >= made.max_num_seqs
+    assert "8192" in made.line()
+
+
+def test_the_longest_sequence_shrinks_to_what_fits():
+    assert facts(num_gpu_blocks_override=100).max_model_len == 1600
+    assert facts(kv_cache_memory_bytes=23040 * 16 * 101).blocks == 101
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 24}, "block_size is 24"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 9000}, "9000.*8192"),
+        ({"max_model_len": 8000, "num_gpu_blocks_override": 100}, "8000.*500 KV blocks.*100"),
+        ({"kv_cache_memory_bytes": 1000}, "at least 2"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"depth": 3}, "depth is 3"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"max_num_batched_tokens": "many"}, "many"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_number(options, words):
+    with pytest.raises(ConfigError, match=words):
+        facts(**options)
+
+
+def test_unknown_options_are_refused_and_old_spellings_explained():
+    with pytest.raises(ConfigError, match="blocksize"):
+        engine_config(blocksize=16)
+    _, notices = engine_config(continuous_batching=False, use_v2_block_manager=True)
+    assert len(notices) == 2
