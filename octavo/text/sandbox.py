@@ -57,11 +57,12 @@ def _spend(units: int) -> None:
 
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _COLLECTIONS: Any = (list, tuple, dict, range, *_VIEWS)
+_SIZED: Any = (str, *_COLLECTIONS)
 
 
 def _size(value: Any) -> int:
     """The number of characters or direct elements."""
-    return len(value) if isinstance(value, (str, *_COLLECTIONS)) else 1
+    return len(value) if isinstance(value, _SIZED) else 1
 
 
 def _weigh(value: Any, printing: bool = False) -> int:
