@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import struct
-import time
 from pathlib import Path
 
 import gguf
@@ -19,11 +18,6 @@ from octavo.weights.gguf import GgufCheckpoint
 from tests.weights.files import gguf_bytes, gguf_string, gguf_tensor, gguf_value
 
 F32, Q4_1, Q8_0 = 0, 3, 8
-
-
-@pytest.fixture(scope="module")
-def oracle(smollm2_gguf: Path) -> gguf.GGUFReader:
-    return gguf.GGUFReader(smollm2_gguf)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +162,6 @@ def test_mutated_headers_never_crash(tmp_path: Path) -> None:
 def test_hostile_lengths_cost_nothing(tmp_path: Path) -> None:
     head = b"GGUF" + struct.pack("<I", 3)
     huge = struct.pack("<Q", 1 << 62)
-    started = time.monotonic()
     assert "tensors" in refused(tmp_path / "a.gguf", head + huge + struct.pack("<Q", 0))
     assert "metadata" in refused(tmp_path / "b.gguf", head + struct.pack("<Q", 0) + huge)
     one = head + struct.pack("<QQ", 0, 1)
@@ -179,7 +172,6 @@ def test_hostile_lengths_cost_nothing(tmp_path: Path) -> None:
         assert "values" in refused(tmp_path / "e.gguf", one + gguf_string("k") + array)
     deep = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
     assert "nested" in refused(tmp_path / "f.gguf", one + gguf_string("k") + deep)
-    assert time.monotonic() - started < 5
 
 
 def test_damaged_structure_is_named(tmp_path: Path) -> None:

@@ -148,15 +148,15 @@ def test_nothing_is_read_before_the_check_is_over() -> None:
     assert memory.reads == []
 
 
-def test_smollm2_loads_with_half_split_heads(smollm2_gguf: Path) -> None:
+def test_smollm2_loads_with_half_split_heads(smollm2_gguf: Path, oracle: gguf.GGUFReader) -> None:
     checkpoint = GgufCheckpoint(smollm2_gguf)
     needs = [item for item in weight_needs(SMOLLM2, "gguf") if item.name in ("layers.3.qkv", "layers.3.down", "norm")]
     check(weight_needs(SMOLLM2, "gguf"), checkpoint)
     loaded = {item.name: item for item in load(needs, checkpoint)}
-    oracle = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_gguf).tensors}
+    tensors = {tensor.name: tensor for tensor in oracle.tensors}
 
     def plain(name: str) -> Array:
-        tensor = oracle[f"blk.3.attn_{name}.weight"]
+        tensor = tensors[f"blk.3.attn_{name}.weight"]
         return gguf.dequantize(tensor.data, tensor.tensor_type)
 
     def half_split(matrix: Array, heads: int) -> Array:
