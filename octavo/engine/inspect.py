@@ -1,0 +1,49 @@
+"""A picture of the KV cache for people: which sequence holds which block, what is shared, what is only remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from octavo.scheduler.slots import DEAD, EMPTY, STATES
+from octavo.scheduler.state import SchedulerState
+from octavo.scheduler.usage import usage
+
+
+def kv_state(state: SchedulerState) -> dict[str, Any]:
+    """Plain values for JSON; O(blocks).
+
+    Blocks are numbered from 1; block 0 is padding and not counted. `owners`: for each block the number of sequences
+    that hold it. `cached`: blocks whose content is in the prefix index, as ids. `tables`: one entry for each live
+    sequence, with its blocks in order.
+    """
+    pool, slots = state.pool, state.slots
+    now = usage(state)
+    tables = []
+    for row in np.flatnonzero((slots.state != EMPTY) & (slots.state != DEAD)).tolist():
+        sequence = slots.sequence(row)
+        tables.append(
+            {
+                "request": int(slots.request_id[row]),
+                "child": int(slots.child[row]),
+                "state": STATES[slots.state[row]],
+                "tokens": int(slots.known[row]),
+                "computed": int(slots.computed[row]),
+                "limit": int(slots.limit[row]),
+                "cached_tokens": sequence.cached,
+                "preemptions": sequence.preemptions,
+                "blocks": state.blocks_of(row).tolist(),
+            }
+        )
+    return {
+        "block_size": state.limits.block_size,
+        "total_blocks": pool.usable,
+        "free_blocks": pool.free,
+        "used_blocks": pool.usable - pool.free,
+        "live_tokens": now.slots - now.waste,
+        "waste_tokens": now.waste,
+        "owners": pool.ref[1:].tolist(),
+        "cached": [block for block, key in enumerate(pool.key) if key is not None],
+        "tables": tables,
+    }

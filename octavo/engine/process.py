@@ -1,0 +1,155 @@
+"""The engine process: `python -m octavo.engine.process FD`, started by `AsyncLLM`, one thread.
+
+FD is an inherited socket that speaks `octavo.engine.wire`. The process lives as long as the socket: when the other
+end is gone it ends, and so it ends when the client is killed. It leaves SIGINT and SIGTERM to its parent, and dumps
+the stacks of all threads on SIGUSR1. Exit codes: 0 the client closed, 2 configuration, 3 model, 4 engine.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
+from octavo.engine.channel import EngineEnd
+from octavo.engine.inspect import kv_state
+from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Message, Ready, Refused, Start, Submit, WireError, pack
+from octavo.env import log_level
+from octavo.errors import EngineError, OctavoError, RequestError, invariant
+from octavo.scheduler.usage import usage
+
+_log = logging.getLogger(__name__)
+
+IDLE_BEAT = 1.0  # seconds between signs of life with nothing to do
+BUSY_BEAT = 0.1
+
+
+def main(fd: int) -> int:
+    """Run an engine for the client at the other end of `fd`; returns the exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=log_level(), format="%(levelname).1s engine %(name)s: %(message)s")
+    channel = EngineEnd(socket.socket(fileno=fd))
+    try:
+        engine = _start(channel)
+        if engine is None:
+            return 0
+        EngineProcess(engine, channel).run()
+        return 0
+    except OctavoError as error:
+        _log.error("%s", error, exc_info=isinstance(error, EngineError))
+        return _give_up(channel, error.exit_code, error.cause, error.fix)
+    except Exception as error:
+        _log.exception("The engine process failed.")
+        return _give_up(channel, 4, f"The engine failed: {type(error).__name__}: {error}.", "See the log.")
+
+
+def _start(channel: EngineEnd) -> Engine | None:
+    """Build the engine that the first message asks for; None when the client closed before."""
+    messages: list[Any] = []
+    while not messages and not channel.closed:
+        messages = channel.receive(60.0)
+    if not messages:
+        return None
+    begin = time.monotonic()
+    start = messages[0]
+    if not isinstance(start, Start) or len(messages) > 1:
+        raise WireError("The first message is not Start.")
+    engine = _build(start)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    channel.send(Ready(engine.facts, engine.limits, time.monotonic() - begin))
+    channel.flush()
+    return engine
+
+
+def _build(start: Start) -> Engine:
+    if start.config.model.load_format == "fake":
+        from octavo.engine.fake import fake_engine
+
+        return fake_engine(start.config, start.eos_ids)
+    model = open_model(start.config)
+    if not model.eos_ids:
+        model = OpenedModel(model.files, model.spec, model.needs, model.checkpoint, start.eos_ids)
+    return build_engine(start.config, model)
+
+
+def _give_up(channel: EngineEnd, code: int, cause: str, fix: str) -> int:
+    channel.send(Failed(code, cause, fix))
+    channel.drain(1.0)
+    return code
+
+
+class EngineProcess:
+    """Drives one engine for one client until the client is gone. EngineError and WireError end it."""
+
+    def __init__(self, engine: Engine, channel: EngineEnd) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._step_seconds = 0.0
+        self._next_beat = 0.0
+
+    def run(self) -> None:
+        """Serve until the client closes."""
+        channel, scheduler = self._channel, self._engine.scheduler
+        while True:
+            for message in channel.receive(0.0 if scheduler.has_work() else IDLE_BEAT):
+                self._apply(message)
+            if channel.closed:
+                return
+            busy = scheduler.has_work()
+            if busy:
+                self._step()
+            now = time.monotonic()
+            if now >= self._next_beat or (busy and not scheduler.has_work()):
+                self._next_beat = now + (BUSY_BEAT if scheduler.has_work() else IDLE_BEAT * 0.9)
+                channel.send(self._beat())
+            channel.flush()
+
+    def _apply(self, message: Message) -> None:
+        scheduler = self._engine.scheduler
+        if isinstance(message, Submit):
+            try:
+                scheduler.submit(message.request)
+            except RequestError as error:
+                self._channel.send(Refused(message.request.id, error.cause, error.fix, error.param))
+        elif isinstance(message, Abort):
+            scheduler.abort(message.id, None if message.child < 0 else message.child)
+        elif isinstance(message, Ask):
+            self._channel.send(Answer(message.id, kv_state(scheduler.state)))
+        else:
+            invariant(False, f"{type(message).__name__} comes once, at the start")
+
+    def _step(self) -> None:
+        begin = time.monotonic()
+        for batch in self._engine.loop.step():
+            if len(batch.token) or batch.ended:
+                self._channel.send(pack(batch))
+        self._step_seconds = time.monotonic() - begin
+
+    def _beat(self) -> Beat:
+        state = self._engine.scheduler.state
+        now = usage(state)
+        return Beat(
+            running=state.limits.max_num_seqs - len(state.device_rows),
+            waiting=len(state.queue),
+            total_blocks=state.pool.usable,
+            used_blocks=now.blocks,
+            cached_blocks=len(state.pool.index),
+            live_tokens=now.slots - now.waste,
+            step_seconds=self._step_seconds,
+            counters=asdict(self._engine.scheduler.stats) | {"evictions": state.pool.evictions},
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
