@@ -24,11 +24,6 @@ def root_key(block_size: int, salt: str = "", adapter: str = "") -> bytes:
     return h.digest()[:KEY_BYTES]
 
 
-def next_key(parent: bytes, block_ids: NDArray[np.int32]) -> bytes:
-    """The key of a full block after `parent`; `block_ids` is one block of token ids, contiguous int32."""
-    return sha256(parent + block_ids.tobytes()).digest()[:KEY_BYTES]
-
-
 def chain_keys(parent: bytes, ids: NDArray[np.int32], block_size: int) -> list[bytes]:
     """Keys of all full blocks of `ids` that follow `parent`; a partly filled last block has none."""
     data = np.ascontiguousarray(ids, np.int32).tobytes()

@@ -25,6 +25,7 @@ Device row 0 and block 0 are padding and never named by a plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,14 @@ from numpy.typing import NDArray
 from octavo.errors import EngineError
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 MAGIC = 0x4F435456  # "OCTV"
 VERSION = 1
 HEADER_WORDS = 32
 SECTIONS = ("rows", "table", "copies", "swap_out", "swap_in", "params", "extras", "tokens")
 WIDTHS = (4, 3, 2, 2, 2, 16, 1, 1)
+_UNUSED = [0] * (HEADER_WORDS - 8 - 2 * len(SECTIONS))
 
 # Row flags.
 SAMPLE = 1  # the row's gap closes in this step: sample one token
@@ -65,49 +68,53 @@ def signed(word: int) -> int:
 
 @dataclass(slots=True)
 class PlanDraft:
-    """The sections of a plan while the scheduler fills them. Lists are flat words."""
+    """The sections of a plan while the scheduler fills them: arrays where there may be much, else flat words."""
 
     step: int
-    table: list[int] = field(default_factory=list)
+    table: list[I32] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     swap_out: list[int] = field(default_factory=list)
     swap_in: list[int] = field(default_factory=list)
-    params: list[int] = field(default_factory=list)
+    params: list[I32] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
     tokens: list[I32] = field(default_factory=list)
+    table_writes: int = 0
+
+    def write_table(self, device_rows: I64 | int, columns: I64 | I32 | int, blocks: I32) -> None:
+        """Add block-table writes; scalars hold for all `blocks`."""
+        items = np.empty((len(blocks), 3), np.int32)
+        items[:, 0], items[:, 1], items[:, 2] = device_rows, columns, blocks
+        self.table.append(items.reshape(-1))
+        self.table_writes += len(blocks)
 
     def empty(self) -> bool:
         """True when nothing but rows could be in the plan."""
         return not (self.table or self.copies or self.swap_out or self.swap_in or self.params)
 
-    def encode(self, device_rows: I32, start: I32, length: I32, flags: I32, decode_rows: int) -> I32:
-        """The plan as one int32 buffer. The four arrays have one entry a row, decode rows first."""
-        rows = len(device_rows)
+    def encode(self, columns: tuple[I64, I64, I64, I64], decode_rows: int) -> I32:
+        """The plan as one int32 buffer. The four columns of ROWS have one entry a row, decode rows first."""
+        rows, length = len(columns[0]), columns[2]
         token_words = sum(map(len, self.tokens))
-        flat = (self.table, self.copies, self.swap_out, self.swap_in, self.params, self.extras)
-        sizes = [4 * rows, *map(len, flat), token_words]
-        out = np.empty(HEADER_WORDS + sum(sizes), np.int32)
-        header = [MAGIC, VERSION, self.step & 0x7FFFFFFF, rows, 0, decode_rows, 0, len(out)]
-        offset = HEADER_WORDS
-        for size, width in zip(sizes, WIDTHS, strict=True):
+        sizes = (
+            4 * rows, 3 * self.table_writes, len(self.copies), len(self.swap_out), len(self.swap_in),
+            PARAM_WORDS * len(self.params), len(self.extras), token_words,
+        )  # fmt: skip
+        longest = int(length[decode_rows:].max()) if self.tokens else min(rows, 1)
+        *offsets, total = accumulate(sizes, initial=HEADER_WORDS)
+        tokens = decode_rows + token_words
+        header = [MAGIC, VERSION, self.step & 0x7FFFFFFF, rows, tokens, decode_rows, longest, total]
+        for offset, size, width in zip(offsets, sizes, WIDTHS, strict=True):
             header += (offset, size // width)
-            offset += size
-        header += [0] * (HEADER_WORDS - len(header))
-        if rows:
-            header[4] = int(length.sum())
-            header[6] = int(length.max())
-            columns = out[HEADER_WORDS : HEADER_WORDS + 4 * rows].reshape(4, rows)
-            columns[0], columns[1], columns[2], columns[3] = device_rows, start, length, flags
-        out[:HEADER_WORDS] = header
-        offset = HEADER_WORDS + 4 * rows
-        for words in flat:
+        header += _UNUSED
+        parts: list[I32 | I64] = [np.array(header), *columns, *self.table]
+        for words in (self.copies, self.swap_out, self.swap_in):
             if words:
-                out[offset : offset + len(words)] = words
-                offset += len(words)
-        for ids in self.tokens:
-            out[offset : offset + len(ids)] = ids
-            offset += len(ids)
-        return out
+                parts.append(np.array(words, np.int32))
+        parts += self.params
+        if self.extras:
+            parts.append(np.array(self.extras, np.int32))
+        parts += self.tokens
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
 class PlanView:
@@ -115,7 +122,7 @@ class PlanView:
 
     `device_rows`, `start`, `length`, `flags`: one int32 a row. `table` [n, 3], `copies` [n, 2], `swap_out` [n, 2],
     `swap_in` [n, 2], `params` [n, PARAM_WORDS], `extras` and `tokens` flat. Raises `EngineError` for a buffer that
-    is not a plan.
+    is not a plan: wrong header, a section out of bounds, rows that do not add up.
     """
 
     __slots__ = (
@@ -125,24 +132,54 @@ class PlanView:
 
     def __init__(self, words: I32) -> None:
         header = words[:HEADER_WORDS].tolist()
-        if len(header) < HEADER_WORDS or header[0] != MAGIC or header[1] != VERSION or header[7] > len(words):
-            raise EngineError("A step plan has a wrong header.", "Do all ranks run the same version of Octavo?")
+        if len(header) < HEADER_WORDS or header[:2] != [MAGIC, VERSION] or header[7] != len(words):
+            raise _damaged("a wrong header")
         self.words = words
         self.step, self.rows, self.total_tokens, self.decode_rows, self.longest = header[2:7]
         parts: list[I32] = []
         for s, width in enumerate(WIDTHS):
             offset, count = header[8 + 2 * s : 10 + 2 * s]
+            if count < 0 or offset < HEADER_WORDS or offset + count * width > len(words):
+                raise _damaged(f"section {SECTIONS[s]} of {count} items at word {offset} of {len(words)}")
             part = words[offset : offset + count * width]
             parts.append(part.reshape(count, width) if width > 1 and s else part)
+        if len(parts[0]) != 4 * self.rows or not 0 <= self.decode_rows <= self.rows:
+            raise _damaged(f"{self.rows} rows of which {self.decode_rows} decode")
         columns = parts[0].reshape(4, self.rows)
         self.device_rows, self.start, self.length, self.flags = columns
         self.table, self.copies, self.swap_out, self.swap_in, self.params, self.extras, self.tokens = parts[1:]
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """One token for each decode row, the others' ids in TOKENS: whoever walks the rows stays inside."""
+        if not self.rows:
+            fits = self.total_tokens == len(self.tokens) == 0
+        else:
+            # Python integers: a damaged plan may hold lengths that overflow in sum.
+            fed = sum(self.length[self.decode_rows :].tolist())
+            fits = (
+                int(self.length.min()) >= 1
+                and int(self.start.min()) >= 0
+                and int(self.length[: self.decode_rows].max(initial=1)) == 1
+                and fed == len(self.tokens)
+                and self.total_tokens == self.decode_rows + fed
+                and self.longest == int(self.length.max())
+            )
+        if not fits:
+            raise _damaged("lengths that do not add up")
 
     def extra_items(self) -> list[tuple[int, int, I32]]:
         """EXTRAS as (device row, kind, payload)."""
         items, at = [], 0
         while at < len(self.extras):
-            row, kind, n = self.extras[at : at + 3].tolist()
+            head = self.extras[at : at + 3].tolist()
+            if len(head) < 3 or not 0 <= head[2] <= len(self.extras) - at - 3:
+                raise _damaged("extras that run over their end")
+            row, kind, n = head
             items.append((row, kind, self.extras[at + 3 : at + 3 + n]))
             at += 3 + n
         return items
+
+
+def _damaged(what: str) -> EngineError:
+    return EngineError(f"A step plan has {what}.", "Do all ranks run the same version of Octavo?")

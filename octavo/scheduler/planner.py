@@ -6,30 +6,17 @@ is freed, or read as a copy source, while the plan is made is no copy destinatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from octavo.scheduler.features import parameter_words, rare_words
+from octavo.scheduler.features import rare_words, set_up_block
 from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
-from octavo.scheduler.records import I64, Step
+from octavo.scheduler.records import I32, I64, Step
 from octavo.scheduler.slots import DECODE, ENDING, IS_RARE, PREFILL, SHARED_TAIL, Sequence
-from octavo.scheduler.state import SchedulerState
+from octavo.scheduler.state import NO_BLOCKS, SchedulerState
 
 # Answers of `_try_admit`.
 ADMITTED, NOT_NOW, NO_ROOM = range(3)
 LOOK_AHEAD = 32  # waiting sequences that may be passed over in one plan
-
-
-@dataclass(slots=True)
-class _Chunks:
-    """Rows that the host feeds, and (row, block) of what they enter in the prefix index."""
-
-    rows: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    length: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
-    published: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Planner:
@@ -40,59 +27,55 @@ class Planner:
         self.limits, self.stats = state.limits, state.stats
         self.slots, self.pool, self.queue = state.slots, state.pool, state.queue
         self.draft = PlanDraft(state.step)
-        self.chunks = _Chunks()
+        self.chunks: list[tuple[int, int, int, int]] = []  # row, start, length, flags of rows that the host feeds
+        self.published: list[tuple[int, list[int]]] = []
         self.budget = state.limits.max_num_batched_tokens
-        self.clock = state.pool.clock
+        self.mark = state.pool.mark
         self.held_back = False  # someone gave way or sat out: admit nobody
 
     def make(self) -> Step | None:
         """The plan, or None when nothing can be computed now."""
         state, slots = self.state, self.slots
-        decode_rows = self._plan_decodes()
-        for row in state.by_arrival(np.flatnonzero(slots.state == PREFILL)):
+        rows, start = self._plan_decodes()
+        for row in state.by_order((slots.state == PREFILL).nonzero()[0]):
             if self.budget == 0:
                 break
-            if slots.state[row] == PREFILL:  # an earlier one may have taken its blocks
-                self._plan_chunk(row)
+            self._plan_chunk(row)
         if self.budget and not self.held_back and len(state.queue):
             self._admit()
-        if not len(decode_rows) and not self.chunks.rows and self.draft.empty():
+        if not len(rows) and not self.chunks and self.draft.empty():
             return None
-        return self._finish(decode_rows)
+        return self._finish(rows, start)
 
-    def _finish(self, decode_rows: I64) -> Step:
-        slots, chunks = self.slots, self.chunks
-        count = len(decode_rows)
-        rows = decode_rows
-        start = slots.computed[rows] - 1
-        length = np.ones(count, np.int32)
-        flags = SAMPLE | (slots.flags[rows] & IS_RARE).astype(np.int32)
-        samples = np.arange(count)
-        if chunks.rows:
-            rows = np.concatenate([rows, np.array(chunks.rows, np.int64)])
-            start = np.concatenate([start, np.array(chunks.start, np.int32)])
-            length = np.concatenate([length, np.array(chunks.length, np.int32)])
-            flags = np.concatenate([flags, np.array(chunks.flags, np.int32)])
-            samples = np.flatnonzero(flags & SAMPLE)
+    def _finish(self, decodes: I64, position: I64) -> Step:
+        slots, count = self.slots, len(decodes)
+        columns = np.empty((4, count + len(self.chunks)), np.int64)
+        rows, start, length, flags = columns
+        rows[:count], start[:count], length[:count] = decodes, position, 1
+        flags[:count] = SAMPLE | (slots.flags[decodes] & IS_RARE)
+        if self.chunks:
+            columns[:, count:] = np.array(self.chunks).T
         slots.in_flight[rows] += 1
         device_rows = slots.device_row[rows]
-        words = self.draft.encode(device_rows, start, length, flags, count)
+        words = self.draft.encode((device_rows, start, length, flags), count)
+        samples = (flags & SAMPLE).nonzero()[0]
         self.stats.steps += 1
         self.stats.block_copies += len(self.draft.copies) // 2
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.usable - self.pool.free)
-        return Step(self.state.step, words, rows, device_rows, start, length, samples, chunks.published)
+        return Step(self.state.step, words, rows, device_rows, start + length, samples, self.published)
 
-    def _plan_decodes(self) -> I64:
-        """Rows that compute the token they sampled last; each gets the block it is about to write."""
+    def _plan_decodes(self) -> tuple[I64, I64]:
+        """Rows that compute the token they sampled last, and its position; each gets the block it will write."""
         slots = self.slots
-        rows = np.flatnonzero(slots.state == DECODE)
+        rows = (slots.state == DECODE).nonzero()[0]
         if len(rows) > self.budget:  # who has waited longest goes first
-            rows = rows[np.lexsort((slots.arrival[rows], slots.last_step[rows]))[: self.budget]]
+            rows = rows[np.lexsort((slots.order[rows], slots.last_step[rows]))[: self.budget]]
             rows.sort()
         computed = slots.computed[rows]
-        special = ((computed & self.state.mask) == 0) | ((slots.flags[rows] & SHARED_TAIL) != 0)
-        if special.any():
-            out = self._place(rows[special])
+        special = (computed & self.state.mask) == 0
+        special |= (slots.flags[rows] & SHARED_TAIL) != 0
+        if len(placed := rows[special]):
+            out = self._place(placed)
             if out or self.held_back:
                 rows = rows[(slots.state[rows] == DECODE) & ~np.isin(rows, out)]
                 computed = slots.computed[rows]
@@ -102,25 +85,33 @@ class Planner:
         slots.known[rows] = known
         slots.last_step[rows] = self.state.step
         slots.state[rows[known >= slots.limit[rows]]] = ENDING
-        return rows
+        return rows, computed
 
     def _place(self, rows: I64) -> list[int]:
         """Give each row a block of its own for the position it writes next; returns the rows that sit out."""
-        slots, table = self.slots, self.draft.table
+        slots = self.slots
+        if self.pool.free >= len(rows) and not np.count_nonzero(slots.flags[rows] & SHARED_TAIL):
+            self._append_blocks(rows)  # they are here because their last block is full
+            return []
         out: list[int] = []
-        for row in self.state.by_arrival(rows):
+        for row in self.state.by_order(rows):
             if slots.state[row] != DECODE:  # gave way to an earlier row
                 continue
-            blocks = slots.sequence(row).blocks
             column = int(slots.computed[row]) >> self.state.shift
-            if column < len(blocks):
+            if column < slots.blocks[row]:
                 if not self._unshare(row, column):
                     out.append(row)
             elif self.pool.free or self._make_room(row):
-                block = self.pool.take(1)[0]
-                blocks.append(block)
-                table += (int(slots.device_row[row]), column, block)
+                self._append_blocks(np.array([row]))
         return out
+
+    def _append_blocks(self, rows: I64) -> None:
+        """One more block for each of the rows."""
+        device_rows, columns = self.slots.device_row[rows], self.slots.blocks[rows]
+        blocks = self.pool.take(len(rows))
+        self.state.table[device_rows, columns] = blocks
+        self.slots.blocks[rows] = columns + 1
+        self.draft.write_table(device_rows, columns, blocks)
 
     def _unshare(self, row: int, column: int) -> bool:
         """Copy on write: before `row` writes into a block that others hold, move it to a copy.
@@ -128,37 +119,36 @@ class Planner:
         The last owner writes in place. False when there is no block to copy to in this plan: the row sits out.
         """
         slots, pool = self.slots, self.pool
-        blocks = slots.sequence(row).blocks
-        block = blocks[column]
-        if pool.ref[block] > 1:
-            copy = pool.take_freed_before(self.clock)
+        blocks = self.state.blocks_of(row)
+        block = blocks[column : column + 1].copy()
+        if pool.ref[block[0]] > 1:
+            copy = pool.take_freed_before(self.mark)
             if copy is None:
                 self.held_back = True
                 if pool.free == 0:
                     self._make_room(row)
                 return False
-            self.draft.copies += (block, copy)
-            if slots.device_row[row]:  # else the whole table is written at admission
-                self.draft.table += (int(slots.device_row[row]), column, copy)
-            pool.drop((block,))
+            self.draft.copies += (int(block[0]), copy)
+            pool.drop(block)
             blocks[column] = copy
-        slots.flags[row] &= ~np.uint8(SHARED_TAIL)
+            if slots.device_row[row]:  # else the whole table is written at admission
+                self.draft.write_table(int(slots.device_row[row]), column, blocks[column : column + 1])
+        slots.flags[row] &= ~SHARED_TAIL
         return True
 
     def _make_room(self, row: int) -> bool:
         """Free at least one block for `row`; False when `row` itself had to give way.
 
-        First the blocks that waiting forks hold, then those of the running sequence that came last. Rows already
-        in the plan being made are spared; when only such rows are left, `row` sits out.
+        First the blocks that waiting forks hold, then those of the running sequence that comes last in the order of
+        service. Rows already in the plan being made come before `row`; when only such rows are left, `row` sits out.
         """
         slots = self.slots
         self.held_back = True
-        if self.state.reclaim_forks(keep=row):
+        if self.state.reclaim_forks():
             return True
         running = np.flatnonzero((slots.state == DECODE) | (slots.state == PREFILL))
-        running = running[(slots.last_step[running] != self.state.step) | (running == row)]
         while len(running):
-            last = int(np.argmax(slots.arrival[running]))
+            last = int(np.argmax(slots.order[running]))
             victim = int(running[last])
             self.state.preempt(victim)
             if victim == row:
@@ -170,16 +160,18 @@ class Planner:
 
     def _plan_chunk(self, row: int) -> None:
         """Feed the next tokens of a row from the host, as many as the budget allows."""
-        slots, chunks = self.slots, self.chunks
+        slots = self.slots
         sequence = slots.sequence(row)
         start, known = int(slots.computed[row]), int(slots.known[row])
         length = min(known - start, self.budget)
         end = start + length
         self.draft.tokens.append(sequence.ids[start:end])
-        self.state.publish(sequence, start >> self.state.shift, end >> self.state.shift, chunks.published)
         self.budget -= length
         slots.computed[row] = end
         slots.last_step[row] = self.state.step
+        if self.pool.prefix_cache:
+            published = self.state.publish(row, start >> self.state.shift, end >> self.state.shift)
+            self.published.append((row, published))
         if sequence.preemptions:
             self.stats.recomputed_tokens += length
         else:
@@ -191,10 +183,7 @@ class Planner:
             slots.state[row] = DECODE if known + 1 < slots.limit[row] else ENDING
             if sequence.dormant:
                 self._fork(row, sequence)
-        chunks.rows.append(row)
-        chunks.start.append(start)
-        chunks.length.append(length)
-        chunks.flags.append(flags)
+        self.chunks.append((row, start, length, flags))
 
     def _fork(self, row: int, parent: Sequence) -> None:
         """The prompt of `n > 1` is computed with this plan: its other children share the blocks and join the queue.
@@ -204,14 +193,14 @@ class Planner:
         slots = self.slots
         prompt = len(parent.ids)
         if prompt & self.state.mask:
-            slots.flags[row] |= np.uint8(SHARED_TAIL)
+            slots.flags[row] |= SHARED_TAIL
         for child in parent.dormant:
-            child.blocks = list(parent.blocks)
-            self.pool.hold(child.blocks)
+            child.forked = self.state.blocks_of(row).copy()
+            self.pool.hold(child.forked)
             slots.computed[child.row] = prompt - 1
-            slots.flags[child.row] |= np.uint8(SHARED_TAIL)
+            slots.flags[child.row] |= SHARED_TAIL
             slots.last_step[child.row] = self.state.step
-            self.queue.push(child.row, int(slots.arrival[child.row]))
+            self.state.enqueue(child.row)
             self.stats.forks += 1
         parent.dormant = []
 
@@ -230,7 +219,7 @@ class Planner:
             if answer == NO_ROOM:
                 break
         for row in put_back:
-            self.queue.push(row, int(self.slots.arrival[row]))
+            self.state.enqueue(row)
 
     def _try_admit(self, row: int) -> int:
         """Reserve blocks for all known tokens of a waiting row, shared where the prefix cache or a fork has them."""
@@ -240,46 +229,50 @@ class Planner:
             return NOT_NOW
         known = int(slots.known[row])
         total = -(-known // self.limits.block_size)
-        if self.draft.table and len(self.draft.table) // 3 + total > self.limits.table_capacity:
+        if self.draft.table and self.draft.table_writes + total > self.limits.table_capacity:
             return NO_ROOM
-        if sequence.blocks:
-            hit, need = [], int(pool.ref[sequence.blocks[-1]] > 1)
+        hit = NO_BLOCKS
+        if sequence.forked is not None:
+            need = int(pool.ref[sequence.forked[-1]] > 1)
         else:
+            # The last token is always computed: somebody must yield the logits after it.
             hit = pool.match(sequence.keys[: (known - 1) >> self.state.shift])
-            if hit and pool.filled_at[hit[-1]] == self.state.step:
+            if np.count_nonzero(pool.filled_at[hit] == self.state.step):  # filled by this very plan
                 return NOT_NOW
             need = total - len(hit)
         spare = pool.free - (self.limits.watermark if self.state.busy else 0)
         if need + pool.unreferenced(hit) > spare:
             # With nobody running, the blocks that waiting forks hold are all that is in the way.
-            if not self.state.busy and self.state.reclaim_forks(keep=row if sequence.blocks else 0):
+            if not self.state.busy and self.state.reclaim_forks():
                 return self._try_admit(row)
             return NO_ROOM
-        if sequence.blocks:
+        if sequence.forked is not None:
             if not self._unshare(row, (known - 1) >> self.state.shift):
                 return NO_ROOM
+            blocks = sequence.forked
         else:
             pool.hold(hit)
-            sequence.blocks = hit + pool.take(need)
+            blocks = np.concatenate([hit, pool.take(need)])
             slots.computed[row] = len(hit) << self.state.shift
             if not sequence.admitted:
                 sequence.cached = int(slots.computed[row])
                 self.stats.prompt_tokens += known
                 self.stats.prefix_hit_tokens += sequence.cached
-        sequence.admitted = True
-        self._set_up(row, sequence)
+        self._set_up(row, sequence, blocks)
         return ADMITTED
 
-    def _set_up(self, row: int, sequence: Sequence) -> None:
+    def _set_up(self, row: int, sequence: Sequence, blocks: I32) -> None:
         """A device row for an admitted sequence: its table, parameters and known tokens."""
         slots = self.slots
+        known, columns = int(slots.known[row]), len(blocks)
         device_row = self.state.device_rows.popleft()
         slots.device_row[row] = device_row
+        slots.blocks[row] = columns
         slots.state[row] = PREFILL
-        known = int(slots.known[row])
+        sequence.admitted = True
+        sequence.forked = None
+        self.state.table[device_row, :columns] = blocks
         self.state.history[device_row, :known] = sequence.ids
-        for column, block in enumerate(sequence.blocks):
-            self.draft.table += (device_row, column, block)
-        prompt = len(sequence.request.prompt) // 4
-        self.draft.params += parameter_words(sequence.request, device_row, int(slots.child[row]), known, prompt)
-        self.draft.extras += rare_words(sequence.request, device_row, prompt)
+        self.draft.write_table(device_row, self.state.columns[:columns], blocks)
+        self.draft.params.append(set_up_block(sequence.params, device_row, known, int(slots.child[row])))
+        self.draft.extras += rare_words(sequence.request, device_row)

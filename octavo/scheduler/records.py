@@ -67,11 +67,10 @@ class Step:
     number: int
     words: I32
     rows: I64
-    device_rows: I32
-    start: I32
-    length: I32
+    device_rows: I64
+    end: I64  # position after the last token that the row computes, where a sampled token goes
     samples: I64  # positions in `rows` of the rows that sample, in order
-    published: list[tuple[int, int]]  # (host row, block) entered in the prefix index by this plan
+    published: list[tuple[int, list[int]]]  # (host row, blocks) entered in the prefix index by this plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class TokenBatch:
     """
 
     request_id: I64
-    child: I32
+    child: I64
     token: I32
     ended: list[Ended] = field(default_factory=list)
     logprobs: Mapping[int, object] = field(default_factory=dict)
@@ -101,4 +100,4 @@ class TokenBatch:
     @classmethod
     def of_ends(cls, ended: list[Ended]) -> TokenBatch:
         """A batch without tokens."""
-        return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), ended)
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), ended)

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.scheduler.keys import KEY_BYTES, next_key
+from octavo.errors import invariant
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.records import (
     ABORT,
-    ERROR,
     I32,
+    I64,
     LENGTH,
     STOP,
     Ended,
@@ -52,20 +52,13 @@ class Scheduler:
         """Queue a request: one sequence for each of its `n` children. Raises RequestError when it can never run."""
         prompt = np.frombuffer(request.prompt, np.dtype("<i4")).astype(np.int32)
         self.state.check(request, prompt)
-        keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
-        rows = [self.state.new_row(request, prompt, keys, child) for child in range(request.n)]
-        self.state.requests[request.id] = rows
-        first = self.state.slots.sequence(rows[0])
-        first.dormant = [self.state.slots.sequence(row) for row in rows[1:]]
-        self.state.queue.push(rows[0], int(self.state.slots.arrival[rows[0]]))
+        self.state.new_rows(request, prompt)
 
     def abort(self, request_id: int, child: int | None = None) -> None:
         """End every sequence of a request that is still alive, or one child; unknown ids are ignored."""
         slots = self.state.slots
         for row in list(self.state.requests.get(request_id, ())):
-            if slots.state[row] in (EMPTY, DEAD):  # the first may have taken the others along
-                continue
-            if child is None or slots.child[row] == child:
+            if slots.state[row] not in (EMPTY, DEAD) and child in (None, slots.child[row]):
                 self.state.end(row, ABORT)
 
     def has_work(self) -> bool:
@@ -75,7 +68,10 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed now."""
         self.state.step += 1
-        return Planner(self.state).make()
+        step = Planner(self.state).make()
+        if step is not None:
+            self.state.in_flight.append(step)
+        return step
 
     def commit(
         self,
@@ -86,42 +82,49 @@ class Scheduler:
     ) -> TokenBatch:
         """Take in the tokens of the oldest step in flight, one for each of its `samples`.
 
-        `bad` marks samples whose logits were not finite: those sequences end with an error. `logprobs` maps a
-        sample to what the runner returned for it. Tokens of sequences that ended meanwhile are dropped.
+        `bad` marks samples whose logits were not finite: their requests end with an error, as do those whose token
+        is outside the vocabulary. `logprobs` maps a sample to what the runner returned for it. Tokens of sequences
+        that ended meanwhile are dropped.
         """
-        slots = self.state.slots
-        rows = step.rows
-        slots.in_flight[rows] -= 1
-        picked = step.samples
-        live = slots.state[rows] != DEAD
-        sampled = rows[picked]
-        at = step.start[picked] + step.length[picked]
+        slots, rows, picked = self.state.slots, step.rows, step.samples
+        self._landed(step)
+        invariant(len(tokens) == len(picked), f"{len(tokens)} tokens came back for {len(picked)} samples")
+        sampled, at = rows[picked], step.end[picked]
         self.state.history[step.device_rows[picked], at] = tokens
-        good = live[picked]
-        if bad is not None and bad.any():
-            failed = sampled[good & bad].tolist()
-            good &= ~bad
-            live[picked] &= good
-            self._fail_rows(step, failed)
-            alive = (slots.state[rows] != DEAD) & (slots.state[rows] != EMPTY)
-            live &= alive
-            good &= alive[picked]
+        good = slots.state[sampled] != DEAD
+        wrong = tokens.view(np.uint32) >= self.state.limits.vocab_size
+        if bad is not None or np.count_nonzero(wrong):
+            wrong = wrong if bad is None else wrong | bad
+            self.state.fail_rows(step, sampled[good & wrong].tolist(), lost=False)
+            good = (slots.state[sampled] != DEAD) & (slots.state[sampled] != EMPTY)
         stopped = good & (tokens == slots.eos[sampled])
-        flagged = good & ((slots.flags[sampled] & HAS_STOP_IDS) != 0)
-        for i in np.flatnonzero(flagged).tolist():
+        for i in (good * (slots.flags[sampled] & HAS_STOP_IDS)).nonzero()[0].tolist():
             stopped[i] |= int(tokens[i]) in slots.sequence(int(sampled[i])).stop_ids
         done = stopped | (good & (at + 1 >= slots.limit[sampled]))
-        if self.state.pool.prefix_cache:
-            self._publish_generated(step, live)
-        batch = TokenBatch(slots.request_id[sampled[good]], slots.child[sampled[good]], tokens[good])
-        self.state.stats.generated_tokens += len(batch.token)
+        batch = self._batch(sampled, tokens, good, logprobs)
+        for i in done.nonzero()[0].tolist():
+            self.state.end(int(sampled[i]), STOP if stopped[i] else LENGTH)
+        self.state.settle(rows)
+        batch.ended = self.take_ended()
+        return batch
+
+    def _landed(self, step: Step) -> None:
+        """The oldest step in flight came back."""
+        invariant(self.state.in_flight and self.state.in_flight[0] is step, "steps come back in the order of plans")
+        self.state.in_flight.popleft()
+        self.state.slots.in_flight[step.rows] -= 1
+
+    def _batch(
+        self, rows: I64, tokens: I32, good: NDArray[np.bool_], logprobs: Mapping[int, object] | None
+    ) -> TokenBatch:
+        """The tokens that count, with their logprobs."""
+        slots = self.state.slots
+        kept = rows[good]
+        batch = TokenBatch(slots.request_id[kept], slots.child[kept], tokens[good])
+        self.state.stats.generated_tokens += len(kept)
         if logprobs:
             place = np.cumsum(good) - 1
             batch.logprobs = {int(place[i]): value for i, value in logprobs.items() if good[i]}
-        for i in np.flatnonzero(done).tolist():
-            self.state.end(int(sampled[i]), STOP if stopped[i] else LENGTH)
-        self.state.settle(rows)
-        batch.ended, self.state.ended = self.state.ended, []
         return batch
 
     def take_ended(self) -> list[Ended]:
@@ -129,39 +132,10 @@ class Scheduler:
         ended, self.state.ended = self.state.ended, []
         return ended
 
-    def _publish_generated(self, step: Step, live: NDArray[np.bool_]) -> None:
-        """Blocks that this step filled with generated tokens get their keys now that the ids are known."""
-        end = step.start + step.length
-        size = self.state.limits.block_size
-        for i in np.flatnonzero(live & ((end & self.state.mask) == 0)).tolist():
-            sequence = self.state.slots.sequence(int(step.rows[i]))
-            last = int(end[i])
-            block = (last >> self.state.shift) - 1
-            if block != len(sequence.keys) or block >= len(sequence.blocks):
-                continue
-            parent = sequence.keys[-1] if sequence.keys else sequence.request.root
-            ids = self.state.history[step.device_rows[i], last - size : last]
-            sequence.keys.append(next_key(parent, ids))
-            self.state.publish(sequence, block, block + 1, [])
-
     def fail(self, step: Step) -> list[Ended]:
-        """The oldest step in flight did not run: every sequence in it ends with an error, the others go on."""
-        slots = self.state.slots
-        slots.in_flight[step.rows] -= 1
-        live = step.rows[slots.state[step.rows] != DEAD]
-        self._fail_rows(step, live.tolist())
+        """The oldest step in flight did not run: every request in it ends with an error, the others go on."""
+        self._landed(step)
+        live = step.rows[self.state.slots.state[step.rows] != DEAD]
+        self.state.fail_rows(step, live.tolist(), lost=True)
         self.state.settle(step.rows)
         return self.take_ended()
-
-    def _fail_rows(self, step: Step, failed: list[int]) -> None:
-        """End rows whose K and V are rubbish, take their publications of this step back, and end who shares those."""
-        slots = self.state.slots
-        blocks = {block for row, block in step.published if row in failed}
-        for block in blocks:
-            self.state.pool.unpublish(block)
-        if blocks:
-            holders = [r for r, seq in enumerate(slots.sequences) if seq and not blocks.isdisjoint(seq.blocks)]
-            failed = sorted({*failed, *holders})
-        for row in failed:
-            if slots.state[row] not in (EMPTY, DEAD):
-                self.state.end(row, ERROR)

@@ -3,8 +3,6 @@
 A row is given out at submit and given back when the sequence has ended and nothing of it is in flight. The columns
 hold what the fast path of `plan` and `commit` needs; everything rare hangs on the row's `Sequence`. Row 0 is unused,
 so that 0 can mean "none". The table doubles when it is full.
-
-`history` is indexed by *device* row: the known token ids of running sequences.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.types import EngineRequest
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 # States of a row.
 EMPTY = 0
@@ -26,84 +25,93 @@ DECODE = 3  # has a device row; its one uncomputed token is the device's last to
 ENDING = 4  # every token it may have is computed or in flight; waits for the commit
 PREEMPTED = 5  # blocks are gone; goes back to the queue when nothing of it is in flight
 DEAD = 6  # ended; goes back to the table when nothing of it is in flight
+STATES = ("empty", "waiting", "prefill", "decode", "ending", "preempted", "dead")
 
 # Row flags: anything that makes the fast path look closer.
 HAS_STOP_IDS = 1  # more stop ids than the one in column `eos`
 SHARED_TAIL = 2  # the next block written may be shared: copy on write
 IS_RARE = 4  # the step needs the uncaptured sampler
 
-COLUMNS: tuple[tuple[str, type], ...] = (
-    ("state", np.int8),
-    ("known", np.int32),  # tokens that exist, sampled ones in flight included
-    ("computed", np.int32),  # tokens whose K and V are written once every plan made so far has run
-    ("limit", np.int32),  # the sequence ends when it has this many tokens
-    ("eos", np.int32),  # token id that ends it, -1 for none
-    ("flags", np.uint8),
-    ("in_flight", np.int16),  # planned steps that are not committed
-    ("device_row", np.int32),
-    ("arrival", np.int64),  # order of admission to the queue, kept through preemption
-    ("last_step", np.int64),
-    ("request_id", np.int64),
-    ("child", np.int32),
+COLUMNS = (
+    "state",
+    "known",  # tokens that exist, sampled ones in flight included
+    "computed",  # tokens whose K and V are written once every plan made so far has run
+    "limit",  # the sequence ends when it has this many tokens
+    "eos",  # token id that ends it, -1 for none
+    "flags",
+    "in_flight",  # planned steps that are not committed
+    "device_row",
+    "blocks",  # columns in use of its block table (`SchedulerState.table`), while it has a device row
+    "order",  # order key: smaller is served first, larger gives way first; kept through preemption
+    "last_step",
+    "request_id",
+    "child",
 )
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What a row has beside its columns. `ids` are the known tokens while it has no device row."""
+    """What a row has beside its columns.
+
+    ids: the known tokens while it has no device row. keys: of the leading full blocks of the known tokens.
+    params: its parameter block, but for device row and length. forked: blocks that it holds while it waits, shared
+    with the sequence whose prompt it continues. dormant: the other children of the request, until the prompt is
+    computed. given_up: blocks that a preemption took while steps were in flight. cached: prompt tokens found in the
+    prefix cache at first admission.
+    """
 
     request: EngineRequest
     row: int
     ids: I32
-    keys: list[bytes]  # keys of the leading full blocks of the known tokens
+    keys: list[bytes]
+    params: I32
     stop_ids: frozenset[int] = frozenset()
-    blocks: list[int] = field(default_factory=list)
-    dormant: list[Sequence] = field(default_factory=list)  # children that wait for the prompt to be computed
+    forked: I32 | None = None
+    dormant: list[Sequence] = field(default_factory=list)
+    given_up: I32 | None = None
     preemptions: int = 0
-    cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    cached: int = 0
     admitted: bool = False
 
 
 class SlotTable:
-    """Columns of `COLUMNS` as attributes, `sequences[row]`, and the free rows."""
+    """Columns of `COLUMNS` as attributes (int64, one entry a row), `sequences[row]`, and the free rows."""
 
-    state: NDArray[np.int8]
-    known: I32
-    computed: I32
-    limit: I32
-    eos: I32
-    flags: NDArray[np.uint8]
-    in_flight: NDArray[np.int16]
-    device_row: I32
-    arrival: NDArray[np.int64]
-    last_step: NDArray[np.int64]
-    request_id: NDArray[np.int64]
-    child: I32
+    state: I64
+    known: I64
+    computed: I64
+    limit: I64
+    eos: I64
+    flags: I64
+    in_flight: I64
+    device_row: I64
+    blocks: I64
+    order: I64
+    last_step: I64
+    request_id: I64
+    child: I64
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        for name, dtype in COLUMNS:
-            setattr(self, name, np.zeros(rows, dtype))
+        self._name(np.zeros((len(COLUMNS), rows), np.int64))
         self.sequences: list[Sequence | None] = [None] * rows
         self._free = list(range(rows - 1, 0, -1))
 
+    def _name(self, data: I64) -> None:
+        self._data = data
+        for name, column in zip(COLUMNS, data, strict=True):
+            setattr(self, name, column)
+
     def take(self) -> int:
-        """A free row, reset. Doubles the table when there is none."""
+        """A free row, all zeros. Doubles the table when there is none."""
         if not self._free:
             self._grow()
-        row = self._free.pop()
-        self.reset(row)
-        return row
-
-    def reset(self, row: int) -> None:
-        """The one place that clears a row; whatever a sequence may leave behind is cleared here."""
-        for name, _ in COLUMNS:
-            getattr(self, name)[row] = 0
-        self.sequences[row] = None
+        return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """Return an ended row."""
-        self.reset(row)
+        """Return an ended row. The one place that clears what a sequence may leave behind."""
+        self._data[:, row] = 0
+        self.sequences[row] = None
         self._free.append(row)
 
     def sequence(self, row: int) -> Sequence:
@@ -116,9 +124,8 @@ class SlotTable:
     def _grow(self) -> None:
         old = self.rows
         self.rows = 2 * old
-        for name, dtype in COLUMNS:
-            column: NDArray[np.generic] = np.zeros(self.rows, dtype)
-            column[:old] = getattr(self, name)
-            setattr(self, name, column)
+        data = np.zeros((len(COLUMNS), self.rows), np.int64)
+        data[:, :old] = self._data
+        self._name(data)
         self.sequences.extend([None] * old)
         self._free.extend(range(self.rows - 1, old - 1, -1))

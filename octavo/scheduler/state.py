@@ -8,24 +8,39 @@ blocks, queue and counters, so that nothing can be forgotten in one place.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from octavo.errors import RequestError, invariant
 from octavo.scheduler.blocks import BlockPool
-from octavo.scheduler.features import row_flags
+from octavo.scheduler.features import parameter_block, row_flags
 from octavo.scheduler.keys import KEY_BYTES, chain_keys
 from octavo.scheduler.policy import WaitingQueue
-from octavo.scheduler.records import I32, I64, Ended, Limits, Stats
-from octavo.scheduler.slots import DEAD, EMPTY, PREEMPTED, SHARED_TAIL, WAITING, Sequence, SlotTable
-from octavo.types import EngineRequest
+from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Stats, Step
+from octavo.scheduler.slots import (
+    DEAD,
+    DECODE,
+    EMPTY,
+    ENDING,
+    PREEMPTED,
+    SHARED_TAIL,
+    WAITING,
+    Sequence,
+    SlotTable,
+)
+from octavo.types import MAX_N, EngineRequest
+
+NO_BLOCKS = np.empty(0, np.int32)
 
 
 class SchedulerState:
     """Rows, blocks, queue, counters. Owner: one `Scheduler`; the planner works on it. Not thread-safe.
 
-    history: known token ids of running sequences, [device row, position]. requests: live rows of each request.
-    ended: ends that no token batch has reported yet. shift, mask: log2 of the block size, and block size - 1.
+    history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
+    the host's copy of the device's block table. requests: live rows of each request. in_flight: plans that are not
+    committed, oldest first. ended: ends that no token batch has reported yet. shift, mask: log2 of the block size,
+    and block size - 1.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -38,8 +53,11 @@ class SchedulerState:
         self.queue = WaitingQueue()
         self.stats = Stats()
         self.history: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_model_len), np.int32)
+        self.table: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_blocks_per_seq), np.int32)
+        self.columns = np.arange(limits.max_blocks_per_seq, dtype=np.int32)
         self.requests: dict[int, list[int]] = {}
         self.device_rows = deque(range(1, limits.max_num_seqs + 1))
+        self.in_flight: deque[Step] = deque()
         self.ended: list[Ended] = []
         self.arrivals = 0
         self.step = 0
@@ -77,37 +95,61 @@ class SchedulerState:
                 "Lower max_tokens, or give the KV cache more memory.",
                 "max_tokens",
             )
-        if request.n < 1 or len(request.keys) not in (0, len(prompt) // limits.block_size * KEY_BYTES):
+        keys = len(request.keys)
+        ends = (*request.eos, *request.stop_ids)
+        if (
+            not 1 <= request.n <= MAX_N
+            or keys not in (0, len(prompt) // limits.block_size * KEY_BYTES)
+            or not all(0 <= token < limits.vocab_size for token in ends)
+        ):
             raise RequestError("The request is malformed.", "Build it with octavo.engine.client.")
 
-    def new_row(self, request: EngineRequest, prompt: I32, keys: list[bytes], child: int) -> int:
-        """A row in state WAITING for one child of a request; the caller queues it or keeps it dormant."""
+    def new_rows(self, request: EngineRequest, prompt: I32) -> list[int]:
+        """A row in state WAITING for each child of a request; the first is queued, the others lie dormant."""
         slots = self.slots
-        row = slots.take()
-        self.arrivals += 1
-        eos = request.eos[0] if request.eos else -1
+        params = parameter_block(request)
+        keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
         stop_ids = frozenset(request.stop_ids) | frozenset(request.eos[1:])
-        slots.sequences[row] = Sequence(request, row, prompt, list(keys), stop_ids)
-        slots.state[row] = WAITING
-        slots.known[row] = len(prompt)
-        slots.limit[row] = request.limit
-        slots.eos[row] = eos
-        slots.flags[row] = row_flags(request, stop_ids)
-        slots.arrival[row] = self.arrivals
-        slots.request_id[row] = request.id
-        slots.child[row] = child
-        return row
+        rows = []
+        for child in range(request.n):
+            row = slots.take()
+            self.arrivals += 1
+            slots.sequences[row] = Sequence(request, row, prompt, list(keys), params, stop_ids)
+            slots.state[row] = WAITING
+            slots.known[row] = len(prompt)
+            slots.limit[row] = request.limit
+            slots.eos[row] = request.eos[0] if request.eos else -1
+            slots.flags[row] = row_flags(request, stop_ids)
+            slots.order[row] = self.arrivals
+            slots.request_id[row] = request.id
+            slots.child[row] = child
+            rows.append(row)
+        self.requests[request.id] = rows
+        slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
+        self.enqueue(rows[0])
+        return rows
 
-    def reclaim_forks(self, keep: int) -> bool:
+    def enqueue(self, row: int) -> None:
+        """Put a waiting row into the queue, at the place that its order key gives it."""
+        self.queue.push(row, int(self.slots.order[row]))
+
+    def blocks_of(self, row: int) -> I32:
+        """The blocks that a row holds, by column."""
+        device_row = self.slots.device_row[row]
+        if device_row:
+            return self.table[device_row, : self.slots.blocks[row]]
+        forked = self.slots.sequence(row).forked
+        return NO_BLOCKS if forked is None else forked
+
+    def reclaim_forks(self) -> bool:
         """Drop the blocks of waiting forks, last first, until one block is free. They start again from the prompt."""
         slots = self.slots
-        waiting = [row for row in self.queue.rows() if row != keep and slots.sequence(row).blocks]
-        for row in sorted(waiting, key=lambda r: -int(slots.arrival[r])):
-            sequence = slots.sequence(row)
-            self.pool.drop(sequence.blocks)
-            sequence.blocks = []
+        waiting = [row for row in self.queue.rows() if slots.sequence(row).forked is not None]
+        for row in sorted(waiting, key=lambda r: -int(slots.order[r])):
+            self.pool.drop(self.blocks_of(row))
+            slots.sequence(row).forked = None
             slots.computed[row] = 0
-            slots.flags[row] &= ~np.uint8(SHARED_TAIL)
+            slots.flags[row] &= ~SHARED_TAIL
             if self.pool.free:
                 return True
         return False
@@ -116,11 +158,14 @@ class SchedulerState:
         """Take a running row's blocks; it goes back to its place in the queue when nothing of it is in flight."""
         slots = self.slots
         sequence = slots.sequence(row)
+        self.publish_generated(row)
         self.stats.preemptions += 1
         self.stats.preempted_tokens += int(slots.computed[row])
         sequence.preemptions += 1
-        self.pool.drop(sequence.blocks)
-        sequence.blocks = []
+        blocks = self.blocks_of(row)
+        sequence.given_up = blocks.copy()
+        self.pool.drop(blocks)
+        slots.blocks[row] = 0
         slots.state[row] = PREEMPTED
         if slots.in_flight[row] == 0:
             self.requeue(row)
@@ -131,6 +176,7 @@ class SchedulerState:
         sequence = slots.sequence(row)
         device_row = int(slots.device_row[row])
         sequence.ids = self.history[device_row, : slots.known[row]].copy()
+        sequence.given_up = None
         if self.pool.prefix_cache:
             done = len(sequence.keys)
             parent = sequence.keys[-1] if done else sequence.request.root
@@ -139,9 +185,9 @@ class SchedulerState:
         self.device_rows.append(device_row)
         slots.device_row[row] = 0
         slots.computed[row] = 0
-        slots.flags[row] &= ~np.uint8(SHARED_TAIL)
+        slots.flags[row] &= ~SHARED_TAIL
         slots.state[row] = WAITING
-        self.queue.push(row, int(slots.arrival[row]))
+        self.enqueue(row)
 
     def end(self, row: int, reason: int) -> None:
         """The one way in which a sequence ends: report it, give its blocks back, and its row when it is idle."""
@@ -150,18 +196,29 @@ class SchedulerState:
         sequence = slots.sequence(row)
         if row in self.queue:
             self.queue.remove(row)
+        elif slots.state[row] == WAITING:
+            self._wake_not(sequence)
+        if sequence.dormant:  # its prompt will not be computed: the next child takes its place
+            heir, *rest = sequence.dormant
+            heir.dormant, sequence.dormant = rest, []
+            self.enqueue(heir.row)
+        if reason != ERROR:
+            self.publish_generated(row)
         request_id, child = int(slots.request_id[row]), int(slots.child[row])
         self.ended.append(Ended(request_id, child, reason, sequence.cached, sequence.preemptions))
-        self.pool.drop(sequence.blocks)
-        sequence.blocks = []
+        self.pool.drop(self.blocks_of(row))
+        sequence.forked = None
+        slots.blocks[row] = 0
         slots.state[row] = DEAD
-        if sequence.dormant:  # ended before its prompt was computed: the children cannot come to life
-            dormant, sequence.dormant = sequence.dormant, []
-            for child_sequence in dormant:
-                if slots.state[child_sequence.row] != DEAD:
-                    self.end(child_sequence.row, reason)
         if slots.in_flight[row] == 0:
             self.release(row)
+
+    def _wake_not(self, sequence: Sequence) -> None:
+        """Take a dormant child from the list of the sibling that would have woken it."""
+        for row in self.requests[sequence.request.id]:
+            dormant = self.slots.sequence(row).dormant
+            if sequence in dormant:
+                dormant.remove(sequence)
 
     def release(self, row: int) -> None:
         """Give the rows of an ended, idle sequence back."""
@@ -178,23 +235,74 @@ class SchedulerState:
     def settle(self, rows: I64) -> None:
         """Rows of which nothing is in flight any more: ended ones are given back, preempted ones queue again."""
         slots = self.slots
-        idle = rows[(slots.in_flight[rows] == 0) & (slots.state[rows] >= PREEMPTED)]
-        for row in idle.tolist():
+        leaving = rows[slots.state[rows] >= PREEMPTED]
+        for row in leaving[slots.in_flight[leaving] == 0].tolist():
             if slots.state[row] == PREEMPTED:
                 self.requeue(row)
             else:
                 self.release(row)
 
-    def by_arrival(self, rows: I64) -> list[int]:
-        """The rows in the order in which they joined the queue first."""
+    def by_order(self, rows: I64) -> list[int]:
+        """The rows in the order in which they are served."""
         if len(rows) > 1:
-            rows = rows[np.argsort(self.slots.arrival[rows])]
-        return [int(row) for row in rows]
+            rows = rows[np.argsort(self.slots.order[rows])]
+        out: list[int] = rows.tolist()
+        return out
 
-    def publish(self, sequence: Sequence, first: int, last: int, published: list[tuple[int, int]]) -> None:
-        """Enter blocks first..last-1 of a table in the prefix index; their keys are known."""
-        blocks, keys = sequence.blocks, sequence.keys
-        for i in range(first, min(last, len(keys))):
-            parent = (blocks[i - 1], keys[i - 1]) if i else None
-            if self.pool.publish(blocks[i], keys[i], parent, self.step):
-                published.append((sequence.row, blocks[i]))
+    def publish(self, row: int, first: int, last: int) -> list[int]:
+        """Enter blocks first..last-1 of a running row in the prefix index; returns what is new in it."""
+        if first >= last:
+            return []
+        keys = self.slots.sequence(row).keys
+        table = self.table[self.slots.device_row[row]]
+        parent = (int(table[first - 1]), keys[first - 1]) if first else None
+        return self.pool.publish(table[first:last], keys[first:last], parent, self.step)
+
+    def publish_generated(self, row: int) -> None:
+        """Before a running row leaves its blocks: full ones with generated tokens get their keys and are published.
+
+        Only what committed steps have written counts: what is in flight may still fail.
+        """
+        slots = self.slots
+        if not self.pool.prefix_cache or slots.state[row] not in (DECODE, ENDING):
+            return
+        sequence = slots.sequence(row)
+        done, size = len(sequence.keys), self.limits.block_size
+        count = int(slots.known[row] - slots.in_flight[row] - 1) >> self.shift
+        if count > done:
+            parent = sequence.keys[-1] if done else sequence.request.root
+            ids = self.history[slots.device_row[row], done * size : count * size]
+            sequence.keys += chain_keys(parent, ids, size)
+            self.publish(row, done, count)
+
+    def fail_rows(self, step: Step, rows: Iterable[int], *, lost: bool) -> None:
+        """End the whole requests of some rows of `step` with an error; nothing that they wrote stays in the index.
+
+        lost: the step did not run, so what it was to write is not there, and requests that share it end as well.
+        Otherwise their logits were not finite: any block of theirs may be to blame, and who shares such a block
+        will find out by itself.
+        """
+        slots, pool = self.slots, self.pool
+        failed = set(rows)
+        suspects: set[int] = set()
+        for late in (step, *self.in_flight):  # steps after it went on from what it wrote
+            for row, blocks in late.published:
+                if row in failed:
+                    suspects.update(b for b in blocks if pool.filled_at[b] == late.number)
+        if not lost:
+            for row in failed:
+                suspects.update(self.blocks_of(row).tolist())
+        gone = set(pool.unpublish(suspects))
+        requests = {int(slots.request_id[row]) for row in failed}
+        if lost and gone:
+            requests |= {s.request.id for s in slots.sequences if s is not None and self._has_held(s, gone)}
+        for request in sorted(requests):
+            for row in list(self.requests.get(request, ())):
+                if slots.state[row] not in (EMPTY, DEAD):
+                    self.end(row, ERROR)
+
+    def _has_held(self, sequence: Sequence, blocks: set[int]) -> bool:
+        """Whether a sequence holds one of `blocks`, or held one in a step that is in flight."""
+        if not blocks.isdisjoint(self.blocks_of(sequence.row).tolist()):
+            return True
+        return sequence.given_up is not None and not blocks.isdisjoint(sequence.given_up.tolist())

@@ -30,7 +30,7 @@ def usage(state: SchedulerState) -> Usage:
     slots = state.slots
     rows = np.flatnonzero((slots.state == PREFILL) | (slots.state == DECODE) | (slots.state == ENDING))
     size = state.limits.block_size
-    waste = sum(max(0, len(slots.sequence(r).blocks) * size - int(slots.known[r])) for r in rows.tolist())
+    waste = int(np.maximum(slots.blocks[rows] * size - slots.known[rows], 0).sum())
     blocks = state.pool.usable - state.pool.free
     return Usage(len(rows), blocks, blocks * size, waste)
 

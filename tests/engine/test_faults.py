@@ -29,7 +29,7 @@ def test_logits_that_are_not_finite_end_their_request_only(decoder, depth):
     for _ in range(3):
         engine.step()
     victim = next(s for s in engine.scheduler.state.slots.sequences if s is not None and s.request.id == 1)
-    engine.runner.pool.data[:, :, victim.blocks[0]] = torch.nan
+    engine.runner.pool.data[:, :, engine.scheduler.state.blocks_of(victim.row)[0]] = torch.nan
     engine.run()
     assert engine.reasons[1, 0] == "error"
     assert engine.tokens[0, 0] == alone.tokens[0, 0]

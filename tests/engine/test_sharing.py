@@ -50,7 +50,8 @@ def test_corrupting_one_copy_changes_one_output(decoder, prompt):
         engine.step()
     engine.step()
     copied = (prompt - 1) // 16
-    tables = {seq.row: seq.blocks for seq in engine.scheduler.state.slots.sequences if seq is not None}
+    state = engine.scheduler.state
+    tables = {seq.row: state.blocks_of(seq.row).tolist() for seq in state.slots.sequences if seq is not None}
     block = tables[max(tables)][copied]
     assert sum(table[copied] == block for table in tables.values()) == 1
     engine.runner.pool.data[:, :, block] += 3.0
