@@ -21,6 +21,7 @@ _RESERVED = frozenset(
     "messages tools add_generation_prompt continue_final_message bos_token eos_token chat_template tokenize "
     "raise_exception strftime_now range namespace dict loop self caller".split()
 )
+_MAX_REASON = 300
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -154,12 +155,19 @@ def _render(template: str, variables: dict[str, Any]) -> str:
     try:
         return sandbox.render(template, variables)
     except sandbox.LimitError as error:
-        raise RequestError(f"The chat template was stopped: {error}.", param="chat_template") from None
+        raise RequestError(f"The chat template was stopped: {_brief(error)}.", param="chat_template") from None
     except TemplateSyntaxError as error:
-        reason = f"{error.message}, line {error.lineno}"
+        reason = f"{_brief(error)}, line {error.lineno}"
         raise RequestError(f"The chat template is not valid ({reason}).", param="chat_template") from None
     except TemplateError as error:
-        raise RequestError(f"The chat template refused the messages: {error}.", param="messages") from None
+        raise RequestError(f"The chat template refused the messages: {_brief(error)}.", param="messages") from None
     except Exception as error:  # whatever the template's expressions raise
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {_brief(error)}"
         raise RequestError(f"The chat template failed on these messages ({reason}).", param="messages") from None
+
+
+def _brief(error: Exception) -> str:
+    """The message of an error, which a template may have filled, cut to a length for a log."""
+    text = error.message if isinstance(error, TemplateError) else str(error)
+    text = text or ""
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."

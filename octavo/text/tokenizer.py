@@ -11,6 +11,7 @@ consist of them: text of users inside a template can therefore forge turns, as i
 from __future__ import annotations
 
 import json
+import operator
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -168,9 +169,13 @@ class Tokenizer:
 
     def id_to_token(self, index: int) -> str:
         """The vocabulary's string for one id; "" for an id beyond the vocabulary."""
-        if not isinstance(index, int) or not 0 <= index < _MAX_ID:
+        try:
+            number = operator.index(index)
+        except TypeError:
+            number = -1
+        if not 0 <= number < _MAX_ID:
             raise RequestError(f"{index!r} is not a token id.", f"Ids are integers from 0 to {self.vocab_size - 1}.")
-        return self._backend.id_to_token(index) or ""
+        return self._backend.id_to_token(number) or ""
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a vocabulary string, or None."""

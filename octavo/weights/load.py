@@ -106,16 +106,15 @@ def _assemble(need: TensorNeed, checkpoint: Checkpoint, dtype: str) -> Array:
     if len(need.sources) == 1:
         part = _take(need.sources[0], checkpoint)
         return _as(part, checkpoint.info(need.sources[0].name).dtype, dtype)
-    result: Array | None = None
+    result = np.empty((0,))
     row = 0
     for source in need.sources:
         part = _as(_take(source, checkpoint), checkpoint.info(source.name).dtype, dtype)
-        if result is None:
+        if row == 0:
             result = np.empty((need.shape[0], *part.shape[1:]), dtype=part.dtype)
         result[row : row + len(part)] = part
         row += len(part)
-    invariant(result is not None, f"{need.name} has no sources")
-    return result  # type: ignore[return-value]
+    return result
 
 
 def _take(source: Source, checkpoint: Checkpoint) -> Array:

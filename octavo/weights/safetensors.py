@@ -19,6 +19,7 @@ from octavo.weights.checkpoint import PLAIN_DTYPES, Array, TensorInfo
 
 MAX_HEADER_BYTES = 32 << 20
 _INDEX = "model.safetensors.index.json"
+_MAX_NAME = 1024
 _SHOWN = 10
 _AGAIN = "Download the file again."
 
@@ -131,6 +132,9 @@ def _parse(path: Path, header: bytes) -> list[tuple[str, _Entry]]:
         raw.pop("__metadata__", None)
         entries = []
         for name, text in raw.items():
+            if len(name) > _MAX_NAME:
+                name = name[:_MAX_NAME]
+                raise ValueError(f"its name has more than {_MAX_NAME} characters")
             entries.append((name, msgspec.json.decode(text, type=_Entry)))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         place = f" for the tensor {name!r}" if name else ""

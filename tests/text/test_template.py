@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.errors import RequestError
 from octavo.text import sandbox
@@ -219,6 +221,9 @@ def test_template_refuses_messages_itself() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         render_chat("{{ raise_exception('roles must alternate') }}", USER)
     assert caught.value.param == "messages"
+    with pytest.raises(RequestError) as caught:
+        render_chat("{{ raise_exception('x' * 1000000) }}", USER)
+    assert len(str(caught.value)) < 500
 
 
 def test_strftime() -> None:
@@ -320,6 +325,23 @@ def test_hostile_templates_are_stopped(name: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RequestError) as caught:
         render_chat(HOSTILE[name], USER)
     assert "<class" not in str(caught.value) and " at 0x" not in str(caught.value)
+
+
+_SNIPPETS = (
+    "{% for i in x %}@{% endfor %}@{% if x %}@{% else %}@{% endif %}@{% set x = messages %}@{% set ns = namespace() %}@"
+    "{% macro f(x) %}@{% endmacro %}@{{ f(x) }}@{{ x }}@{{ messages }}@{{ x|join }}@{{ x|tojson }}@{{ x[1:] }}@"
+    "{{ x ~ x }}@{{ x * 9 }}@{{ x + x }}@{{ x.y }}@{{ x.items() }}@{{ x|map('upper')|list }}@{{ x|sort }}@{{ x == x }}@"
+    "{{ loop.index }}@{% set x = [x, x] %}@{% set x = x|string %}@{% break %}@{%- set x = 1 -%}@{{@{# c #}@text@'"
+).split("@")
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(_SNIPPETS), max_size=15))
+def test_any_template_gives_text_or_a_request_error(snippets: list[str]) -> None:
+    try:
+        assert isinstance(render_chat(" ".join(snippets), USER), str)
+    except RequestError as error:
+        assert len(str(error)) < 1000
 
 
 def test_cost_is_the_same_every_time_and_starts_anew() -> None:

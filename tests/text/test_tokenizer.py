@@ -116,6 +116,7 @@ def test_ids_without_a_token(smollm2: Tokenizer) -> None:
         with pytest.raises(RequestError, match="is not a token id"):
             smollm2.decode([wrong])  # type: ignore[list-item]
     assert smollm2.decode([]) == ""
+    assert smollm2.decode(np.array([504, 3575])) == smollm2.decode([504, 3575])
 
 
 def test_token_bytes_rebuild_the_text(smollm2: Tokenizer) -> None:
