@@ -40,8 +40,10 @@ def as_transformers(spec: ModelSpec, params: dict[str, Tensor], dtype: torch.dty
     except ImportError:
         raise ConfigError("transformers is not installed.", 'Run: pip install "octavo[test]"') from None
     made = AutoConfig.for_model(spec.architecture, **config_of(spec))
-    model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa").eval()
-    state = {}
+    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        made, dtype=dtype, attn_implementation="sdpa"
+    ).eval()
+    state: dict[str, Tensor] = {}
     for need in weight_needs(spec, "hf"):
         rows = torch.split(params[need.name], [source.shape[0] for source in need.sources])
         state |= {source.name: part for source, part in zip(need.sources, rows, strict=True)}

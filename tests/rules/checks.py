@@ -29,7 +29,7 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "quantization": ("kernels",),
     "attention": ("kernels",),
     "layers": ("attention.base", "quantization", "kernels"),
-    "model": ("layers", "attention", "quantization", "kernels", "weights.needs"),
+    "model": ("layers", "attention", "quantization", "kernels", "weights.needs", "files"),
     "files": (),
     "weights": ("files", "quantization"),
     "scheduler": (),
