@@ -329,7 +329,8 @@ def test_hostile_templates_are_stopped(name: str, monkeypatch: pytest.MonkeyPatc
 
 _SNIPPETS = (
     "{% for i in x %}@{% endfor %}@{% if x %}@{% else %}@{% endif %}@{% set x = messages %}@"
-    "{% set ns = namespace() %}@{% macro f(x) %}@{% endmacro %}@{{ f(x) }}@{{ x }}@{{ messages }}@{{ x|join }}@{{ x|tojson }}@{{ x[1:] }}@"
+    "{% set ns = namespace() %}@{% macro f(x) %}@{% endmacro %}@{{ f(x) }}@{{ x }}@{{ messages }}@"
+    "{{ x|join }}@{{ x|tojson }}@{{ x[1:] }}@"
     "{{ x ~ x }}@{{ x * 9 }}@{{ x + x }}@{{ x.y }}@{{ x.items() }}@{{ x|map('upper')|list }}@"
     "{{ x|sort }}@{{ x == x }}@"
     "{{ loop.index }}@{% set x = [x, x] %}@{% set x = x|string %}@{% break %}@{%- set x = 1 -%}@{{@{# c #}@text@'"
