@@ -23,7 +23,6 @@ PACKAGES = (
     "numpy",
     "msgspec",
     "tokenizers",
-    "safetensors",
     "jinja2",
     "tqdm",
     "torch",

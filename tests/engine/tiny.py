@@ -8,6 +8,7 @@ from octavo.engine.client import ModelLimits, build_request
 from octavo.engine.loop import EngineLoop
 from octavo.model.decoder import Decoder
 from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec, weight_needs
+from octavo.runner.base import TokenLogprobs
 from octavo.runner.build import build_decoder
 from octavo.runner.torch_runner import TorchRunner
 from octavo.scheduler.records import REASONS, Limits
@@ -60,6 +61,7 @@ class TinyEngine:
         self.loop = EngineLoop(self.scheduler, self.runner, depth)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.logprobs: dict[tuple[int, int], list[float]] = {}
+        self.best: dict[tuple[int, int], list[TokenLogprobs]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
 
     def submit(self, number: int, ids: list[int], params: SamplingParams, salt: str = "") -> None:
@@ -72,6 +74,7 @@ class TinyEngine:
                 self.tokens.setdefault((request, child), []).append(token)
                 if i in batch.logprobs:
                     self.logprobs.setdefault((request, child), []).append(batch.logprobs[i].chosen)
+                    self.best.setdefault((request, child), []).append(batch.logprobs[i])
             for end in batch.ended:
                 assert (end.request_id, end.child) not in self.reasons, "ended twice"
                 self.reasons[end.request_id, end.child] = REASONS[end.reason]

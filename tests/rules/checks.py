@@ -20,7 +20,7 @@ MAX_DEBUG_VARIABLES = 5
 MAX_OPTIONS = 44
 
 # Everyone may import these; they import only each other, downwards in this order.
-BASE = ("config", "types", "machine", "env", "errors")
+BASE = ("config", "types", "files", "machine", "env", "errors")
 
 # Part -> the parts it may import, besides itself and BASE. The most specific entry counts, on both sides:
 # "engine.client" allows that module only. `None`: anything, but inside functions only.
@@ -29,12 +29,12 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "quantization": ("kernels",),
     "attention": ("kernels",),
     "layers": ("attention.base", "quantization", "kernels"),
-    "model": ("layers", "attention", "quantization", "kernels", "weights.needs", "files"),
+    "model": ("layers", "attention", "quantization", "kernels", "weights.needs"),
     "files": (),
-    "weights": ("files", "quantization"),
+    "weights": ("quantization",),
     "scheduler": (),
     "runner": ("model", "layers", "attention", "quantization", "kernels", "weights", "scheduler.plan"),
-    "text": ("files",),
+    "text": (),
     "metrics": (),
     "engine": ("scheduler", "runner", "metrics"),
     # Where an engine is put together, and the offline front end, which adds the text.
@@ -60,7 +60,6 @@ THIRD_PARTY: dict[str, tuple[str, ...] | None] = {
     "msgspec": None,
     "tokenizers": ("text",),
     "jinja2": ("text",),
-    "safetensors": ("weights",),
     "huggingface_hub": ("weights",),
     "tqdm": ("weights", "engine", "bench", "cli"),
     "torch": NUMERIC,
