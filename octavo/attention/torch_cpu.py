@@ -100,7 +100,7 @@ class TorchCpuAttention:
             queries, kv_r = int(host.query_R[rows[0]]), host.kv_R[rows]
             columns = -(-int(kv_r.max()) // block_size)
             index = index_RKM[row : row + size, :, :columns].reshape(-1)
-            groups.append(_Group(size, index, self._tiles(token, queries, kv_r)))
+            groups.append(_Group(size, index, self._tiles(token, queries, kv_r, columns * block_size)))
             row, token = row + size, token + size * queries
         order_T, inverse_T = _token_order(order_R, host.query_R)
         block_T, offset_T = batch.slots_T // block_size, batch.slots_T % block_size
@@ -155,18 +155,21 @@ class TorchCpuAttention:
             sizes[-1] += 1
         return order_R, sizes
 
-    def _tiles(self, token: int, queries: int, kv_r: np.ndarray) -> tuple[_Tile, ...]:
-        """One tile for a group of several rows; for one row, tiles of at most `_TILE_QUERIES` queries."""
-        if len(kv_r) > 1:
-            mask = self._mask(kv_r, queries, int(kv_r.max()))
-            return (_Tile(token, token + queries * len(kv_r), int(kv_r.max()), mask),)
-        before = int(kv_r[0]) - queries
-        count = -(-queries // _TILE_QUERIES)
-        edges = [queries * part // count for part in range(count + 1)]
-        return tuple(
-            _Tile(token + a, token + b, before + b, self._mask(np.array([before + b]), b - a, before + b))
-            for a, b in zip(edges, edges[1:], strict=False)
-        )
+    def _tiles(self, token: int, queries: int, kv_r: np.ndarray, gathered: int) -> tuple[_Tile, ...]:
+        """One tile for a group of several rows; for one row, tiles of at most `_TILE_QUERIES` queries.
+
+        The last tile takes all gathered keys, padding included: masking that is cheaper than the copy that a
+        batched product makes of a slice.
+        """
+        count = 1 if len(kv_r) > 1 else -(-queries // _TILE_QUERIES)
+        tiles, stop = [], 0
+        for part in range(1, count + 1):
+            start, stop = stop, queries * part // count
+            visible_r = kv_r - queries + stop
+            keys = gathered if part == count else int(visible_r[0])
+            tokens = (token + start * len(kv_r), token + stop * len(kv_r))
+            tiles.append(_Tile(*tokens, keys, self._mask(visible_r, stop - start, keys)))
+        return tuple(tiles)
 
     def _mask(self, kv_r: np.ndarray, queries: int, keys: int) -> Tensor | None:
         """Query i of `queries` sees keys up to kv - queries + i; only columns that some query must not see."""

@@ -118,8 +118,7 @@ def paged_attention(
     for row, (queries, length) in enumerate(zip(query_lens, kv_lens, strict=True)):
         blocks = tables_RM[row, : -(-length // block_size)].long()
         k_UKD, v_UKD = (
-            pool[blocks].transpose(1, 2).reshape(-1, *pool.shape[1::2])[:length]
-            for pool in (keys_NKSD, values_NKSD)
+            pool[blocks].transpose(1, 2).reshape(-1, *pool.shape[1::2])[:length] for pool in (keys_NKSD, values_NKSD)
         )
         o_THD, lse_TH = attend_row(q_THD[start : start + queries], k_UKD, v_UKD, scale, softcap, window)
         outputs.append(o_THD)
