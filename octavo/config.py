@@ -82,6 +82,28 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP server around one engine."""
+
+    host: str = option("127.0.0.1", "address to listen on; one that other machines reach needs a key")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = option(None, "names the model answers to, separated by commas; its own if left out")
+    api_key: str | None = option(None, "keys that requests must carry, separated by commas; or OCTAVO_API_KEY")
+    api_key_file: str | None = option(None, "file with further keys, one a line")
+    admin_key: str | None = option(None, "key for /metrics and /debug; the API keys if left out; or OCTAVO_ADMIN_KEY")
+    insecure_no_auth: bool = option(False, "listen to other machines without any key")
+    max_num_queued_reqs: int = option(1024, "sequences that may wait beyond those that run; more are refused with 429")
+    default_timeout: float = option(0.0, "seconds until a request ends with 504, 0 for no limit; timeout_s overrides it")
+    shutdown_timeout: float = option(30.0, "seconds that running requests have to end after SIGTERM")
+    watchdog_timeout: float = option(120.0, "seconds without a sign of life after which the engine is ended")
+    supervise: bool = option(False, "start the engine again when it dies, instead of exiting with code 4")
+    stream_interval: int = option(1, "tokens of one streamed event; the first and the last never wait")
+    chat_template: str | None = option(None, "file with a chat template instead of the model's own")
+    trust_request_chat_template: bool = option(False, "let requests bring chat templates (run in the sandbox)")
+    legacy_metrics: bool = option(False, "show metrics under names of old guides too")
+
+
 PARTS: tuple[tuple[str, type], ...] = (
     ("model", ModelConfig),
     ("cache", CacheConfig),

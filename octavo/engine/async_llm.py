@@ -22,6 +22,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from octavo.config import EngineConfig, Facts, engine_config
 from octavo.engine.channel import ClientEnd
 from octavo.engine.client import ModelLimits, build_request
@@ -41,39 +43,18 @@ Prompt = str | Sequence[int]
 _EXIT_ERRORS: dict[int, type[OctavoError]] = {2: ConfigError, 3: ModelError}
 
 
-class Stream:
-    """One request on its way. `text.output` grows; `wait` returns after it has changed, or `failure` is set.
+class Signal:
+    """Wakes one waiter when something has changed since it looked last."""
 
-    A child's text can be complete before the engine has reported its end (a stop string); `finished` waits for the
-    report, which carries the numbers for the usage. Times are of `time.monotonic`.
-    """
+    __slots__ = ("_changed", "_waiter")
 
-    __slots__ = (
-        "arrived", "ended", "failure", "first_token", "last_token", "number", "running", "text", "tokens", "_changed",
-        "_waiter",
-    )  # fmt: skip
-
-    def __init__(self, number: int, text: RequestText) -> None:
-        self.number = number
-        self.text = text
-        self.failure: OctavoError | None = None
-        self.arrived = time.monotonic()
-        self.first_token = 0.0
-        self.last_token = 0.0
-        self.ended = 0.0
-        self.tokens = 0
-        self.running = text.params.n
+    def __init__(self) -> None:
         self._changed = False
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def finished(self) -> bool:
-        """True when nothing more will come."""
-        return self.running == 0 or self.failure is not None
-
     async def wait(self) -> None:
-        """Return when something is new since the last call. One waiter at a time."""
-        if not self._changed and not self.finished:
+        """Return when `set` was called since the last call. One waiter at a time."""
+        if not self._changed:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -81,18 +62,46 @@ class Stream:
                 self._waiter = None
         self._changed = False
 
-    def notify(self) -> None:
-        """Wake the waiter."""
+    def set(self) -> None:
+        """Something has changed."""
         self._changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class Stream:
+    """One request on its way. `text.output` grows, and `signal` is set each time; or `failure` is set.
+
+    A child's text can be complete before the engine has reported its end (a stop string); `finished` waits for the
+    report, which carries the numbers for the usage. Times are of `time.monotonic`.
+    """
+
+    __slots__ = (
+        "arrived", "ended", "failure", "first_token", "last_token", "number", "running", "signal", "text", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, number: int, text: RequestText, signal: Signal) -> None:
+        self.number = number
+        self.text = text
+        self.signal = signal
+        self.failure: OctavoError | None = None
+        self.arrived = time.monotonic()
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.ended = 0.0
+        self.tokens = 0
+        self.running = text.params.n
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing more will come."""
+        return self.running == 0 or self.failure is not None
 
     def fail(self, error: OctavoError) -> None:
         """Nothing more will come, because of `error`."""
         if not self.finished:
             self.failure = error
-            self.ended = time.monotonic()
-            self.notify()
+            self.signal.set()
 
 
 class AsyncLLM:
@@ -223,14 +232,21 @@ class AsyncLLM:
         *,
         prompt: str | None = None,
         salt: str = "",
-        request_id: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        signal: Signal | None = None,
     ) -> Stream:
-        """Start one request; raises RequestError when it cannot be served, EngineError when the engine is gone."""
+        """Start one request; raises RequestError when it cannot be served, EngineError when the engine is gone.
+
+        Several requests may share a `signal`.
+        """
         if self.failure is not None or self._channel is None:
             raise self.failure or EngineError("The engine is not running.", "Start it.")
         number = next(self._numbers)
         request = build_request(number, ids, params, self.limits, salt)
-        stream = Stream(number, RequestText(request_id or str(number), prompt, ids, params, self.tokenizer))
+        request = msgspec.structs.replace(request, priority=priority, tenant=tenant)
+        text = RequestText(str(number), prompt, ids, params, self.tokenizer)
+        stream = Stream(number, text, signal or Signal())
         self._streams[number] = stream
         self._channel.send(Submit(request))
         return stream
@@ -244,7 +260,7 @@ class AsyncLLM:
                 stream.text.end(child, "abort")
             stream.running = 0
             self._end(stream)
-            stream.notify()
+            stream.signal.set()
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -255,7 +271,7 @@ class AsyncLLM:
         stream = self.submit(ids, params or SamplingParams(), prompt=text, salt=cache_salt)
         try:
             while not stream.finished:
-                await stream.wait()
+                await stream.signal.wait()
                 if stream.failure is not None:
                     raise stream.failure
                 yield stream.text.snapshot()
@@ -352,7 +368,7 @@ class AsyncLLM:
         if stream.finished:
             self._streams.pop(stream.number, None)
             self._end(stream)
-        stream.notify()
+        stream.signal.set()
 
     def _end(self, stream: Stream) -> None:
         stream.ended = stream.ended or time.monotonic()

@@ -1,12 +1,13 @@
 """A test tool: an engine without a model, `load_format="fake"`, to put load and faults on everything around it.
 
-The next token is a hash of the last one and its position, so equal prompts get equal answers, and a step costs
-microseconds. A prompt whose last id is one of `FAULTS` makes its first step fail in that way. The tokenizer, and with
+The next token is a hash of the last one and its position, so equal prompts get equal answers. A step costs
+microseconds, or with "fake:MS" at least so many milliseconds. A prompt whose last id is one of `FAULTS` makes its first step fail in that way. The tokenizer, and with
 it the vocabulary, is the named model's. Never use it to serve people.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ _FIRST = 64  # smallest id that is made: not a control token
 class FakeEngineRunner:
     """Implements `octavo.runner.base.Runner` in numpy, without any KV cache."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, seconds: float) -> None:
+        self._seconds = seconds
         self._last = np.zeros(rows + 1, np.int64)
         self._logprobs = np.full(rows + 1, -1, np.int64)
 
     def launch(self, words: NDArray[np.int32]) -> Any:
         """One step, done at once. Raises as the prompts wish."""
+        time.sleep(self._seconds)
         view = PlanView(words)
         self._logprobs[view.params[:, P_ROW]] = view.params[:, P_LOGPROBS]
         rows, starts, lengths, flags = view.device_rows, view.start, view.length, view.flags
@@ -76,6 +79,7 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 def fake_engine(config: EngineConfig, eos_ids: tuple[int, ...]) -> Engine:
     """An engine around the fake runner, with the numbers that `config` gives for a small model."""
+    pace = float(config.model.load_format.partition(":")[2] or 0) / 1000
     hardware = Hardware("cpu", 4 << 30)
     facts = resolve(config, hardware, ModelFacts(MAX_POSITIONS, 1024, "float32"))
-    return start_engine(facts, VOCABULARY, eos_ids, FakeEngineRunner(facts.max_num_seqs))
+    return start_engine(facts, VOCABULARY, eos_ids, FakeEngineRunner(facts.max_num_seqs, pace))

@@ -73,7 +73,7 @@ def _start(channel: EngineEnd) -> Engine | None:
 
 
 def _build(start: Start) -> Engine:
-    if start.config.model.load_format == "fake":
+    if start.config.model.load_format.startswith("fake"):
         from octavo.engine.fake import fake_engine
 
         return fake_engine(start.config, start.eos_ids)

@@ -1,0 +1,132 @@
+"""Answers on their way out: all at once, or as server-sent events.
+
+A stream starts when there is something to say, so that what goes wrong before gets its own status. After that an
+error is an event of its own, and the stream ends without `[DONE]`: who sees `[DONE]` has everything. A client that
+reads slowly gets larger pieces, never a growing queue: what is sent is cut from the result as it is then.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.job import ClientGone, Job, as_problem
+from octavo.server.problem import Problem, json_response
+from octavo.server.shape import Shape
+
+_log = logging.getLogger(__name__)
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class Writer:
+    """Makes the events of a job. `interval`: tokens of one event; the first and the last never wait."""
+
+    def __init__(self, job: Job, shape: Shape, model: str, interval: int, usage: bool, silent: bool) -> None:
+        """`silent`: tokens without text are not worth an event."""
+        self._job = job
+        self._shape = shape
+        self._interval = interval
+        self._usage = usage
+        self._silent = silent
+        head = {"id": shape.prefix + job.id, "object": shape.chunk_kind, "created": job.created, "model": model}
+        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self._sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens that were sent
+        self._open = {index for index, _, _ in job.choices}
+
+    def fresh(self) -> bytes:
+        """Events for all that is new; may be empty."""
+        events = []
+        for index, _, choice in self._job.choices:
+            if index not in self._open:
+                continue
+            first = index not in self._sent
+            chars, tokens = self._sent.get(index, (0, 0))
+            last = choice.finish_reason is not None
+            count = len(choice.token_ids)
+            if not last and (count == tokens or (not first and count - tokens < self._interval)):
+                continue
+            text = choice.text[chars:]
+            if self._silent and not text and not last:
+                continue
+            event = self._shape.event(index, choice, text, slice(tokens, count), first, last)
+            events.append(self._head + event + b"]}\n\n")
+            self._sent[index] = (len(choice.text), count)
+            if last:
+                self._open.discard(index)
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """The last events of a job that went well."""
+        if not self._usage:
+            return DONE
+        return self._head + b'],"usage":' + msgspec.json.encode(self._job.usage()) + b"}\n\n" + DONE
+
+
+class EventStream(Response):
+    """The answer to a streaming request. Owns the job and closes it."""
+
+    def __init__(self, job: Job, writer: Writer) -> None:
+        self.job = job
+        self.writer = writer
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called by Starlette."""
+        started = False
+        try:
+            while True:
+                await self.job.changed()
+                data = self.writer.fresh()
+                over = self.job.finished
+                if over:
+                    data += self.writer.end()
+                if data and not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    started = True
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": not over})
+                if over:
+                    return
+        except ClientGone:
+            return
+        except Exception as error:
+            problem = as_problem(error)
+            if problem.status == 500 and not isinstance(error, Problem):
+                _log.exception("A stream failed.")
+            if not started:
+                await problem.response()(scope, receive, send)
+                return
+            event = b"data: " + msgspec.json.encode(problem.body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+        finally:
+            self.job.close()
+
+
+async def whole(job: Job, shape: Shape, model: str, extra: dict[str, Any]) -> Response:
+    """The answer to a request that does not stream; closes the job. Raises Problem, ClientGone."""
+    try:
+        while not job.finished:
+            await job.changed()
+        job.check()
+        data = {
+            "id": shape.prefix + job.id,
+            "object": shape.kind,
+            "created": job.created,
+            "model": model,
+            "choices": [shape.choice(index, choice) for index, _, choice in job.choices],
+            "usage": job.usage(),
+        }
+        return json_response(data | extra)
+    finally:
+        job.close()
