@@ -10,6 +10,7 @@ H query heads, K key/value heads, D head dim, F = D/2.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, Plan, StepBatch
@@ -59,21 +60,16 @@ class Decoder:
         weights = Weights(params)
         self.spec = spec
         self.dtype, self.device = weights.dtype, weights.device
-        shape = AttentionShape(
-            spec.heads, spec.kv_heads, spec.head_dim, spec.softmax_scale, spec.attention_softcap
-        )
+        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.softmax_scale, spec.attention_softcap)
         self.backend: AttentionBackend = choose_backend(shape, self.dtype, self.device, backend)
         factors_F = weights.take("rope_factors", spec.head_dim // 2) if spec.rope.kind == "factors" else None
-        frequencies_F = inverse_frequencies(spec.rope, spec.head_dim, factors_F)
+        wide_F = None if factors_F is None else factors_F.float().cpu().numpy()
+        frequencies_F = torch.from_numpy(inverse_frequencies(spec.rope, spec.head_dim, wide_F))
         self._rope = Rope(frequencies_F.to(self.device), self.dtype)
         self._embed = Embedding(weights, "embed", spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self._layers = [_Layer(weights, index, spec, layer) for index, layer in enumerate(spec.layers)]
         self._norm = RmsNorm(weights, "norm", spec.hidden_size, spec.norm_eps)
-        head_VI = (
-            self._embed.weight_VI
-            if spec.tied_head
-            else weights.take("head", spec.vocab_size, spec.hidden_size)
-        )
+        head_VI = self._embed.weight_VI if spec.tied_head else weights.take("head", spec.vocab_size, spec.hidden_size)
         self._head = Head(weights.ops, head_VI, spec.logit_scale, spec.logit_softcap)
         if weights.leftover():
             raise ModelError(f"The model has no use for the tensors {', '.join(weights.leftover()[:10])}.")

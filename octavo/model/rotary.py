@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.errors import ModelError
 from octavo.model.spec import RopeSpec
 
+Floats = NDArray[np.float32]
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int, factors_F: Tensor | None = None) -> Tensor:
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int, factors_F: Floats | None = None) -> Floats:
     """Radians per position of each pair, float32 [D/2].
 
     default: theta^(-2i/D) (Su et al. 2021). linear: divided by `factor` (position interpolation, Chen et al.
@@ -19,17 +21,17 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, factors_F: Tensor | None 
     original / high_freq_factor stay, and between the two the division is blended in linearly (Llama 3.1).
     factors: divided by the given tensor.
     """
-    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    plain_F = 1.0 / (rope.theta**exponents_F)
+    exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain_F: Floats = 1.0 / np.power(rope.theta, exponents_F, dtype=np.float32)
     if rope.kind == "default":
         return plain_F
     if rope.kind == "linear":
-        return plain_F / rope.factor
+        return (plain_F / rope.factor).astype(np.float32)
     if rope.kind == "factors":
         if factors_F is None:
             raise ModelError("This model scales its rotary frequencies by a tensor, which was not loaded.")
-        return plain_F / factors_F.to("cpu", torch.float32)
-    wavelengths_F = 2 * math.pi / plain_F
+        return plain_F / factors_F.astype(np.float32)
+    wavelengths_F = np.float32(2 * math.pi) / plain_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    blend_F = ((rope.original_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend_F) * plain_F / rope.factor + blend_F * plain_F
+    blend_F = ((rope.original_positions / wavelengths_F - low) / (high - low)).clip(0.0, 1.0)
+    return ((1 - blend_F) * plain_F / rope.factor + blend_F * plain_F).astype(np.float32)
