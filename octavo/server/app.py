@@ -94,7 +94,7 @@ class Count:
             await self._app(scope, receive, send)
             return
         number = secrets.token_hex(8)
-        scope["state"]["number"] = number
+        scope["state"]["number"], scope["state"]["send"] = number, send
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -61,7 +61,12 @@ class Job:
     @property
     def finished(self) -> bool:
         """True when nothing more will come."""
-        return self.failure is not None or all(stream.finished for stream in self.streams)
+        if self.failure is not None:
+            return True
+        for stream in self.streams:
+            if not stream.finished:
+                return False
+        return True
 
     @property
     def choices(self) -> list[tuple[int, Stream, CompletionOutput]]:
@@ -97,6 +102,8 @@ class Job:
         for stream in self.streams:
             if stream.failure is not None:
                 raise problem_of(stream.failure)
+            if stream.running == self.params.n:  # nothing has ended
+                continue
             for choice in stream.text.output.outputs:
                 if choice.finish_reason == "error":
                     raise Problem(500, "The model's numbers were not finite; this request failed, others go on.")

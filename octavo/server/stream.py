@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.server.job import ClientGone, Job, as_problem
 from octavo.server.problem import Problem, json_response
 from octavo.server.shape import Shape
+from octavo.types import CompletionOutput
 
 _log = logging.getLogger(__name__)
 
@@ -40,29 +41,27 @@ class Writer:
         self._silent = silent
         head = {"id": shape.prefix + job.id, "object": shape.chunk_kind, "created": job.created, "model": model}
         self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        self._sent: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens that were sent
-        self._open = {index for index, _, _ in job.choices}
+        self._open = [_Cursor(index, choice) for index, _, choice in job.choices]
 
     def fresh(self) -> bytes:
         """Events for all that is new; may be empty."""
         events = []
-        for index, _, choice in self._job.choices:
-            if index not in self._open:
-                continue
-            first = index not in self._sent
-            chars, tokens = self._sent.get(index, (0, 0))
+        for cursor in list(self._open):
+            choice, tokens = cursor.choice, cursor.tokens
             last = choice.finish_reason is not None
             count = len(choice.token_ids)
-            if not last and (count == tokens or (not first and count - tokens < self._interval)):
+            if not last and count - tokens < (self._interval if cursor.begun else 1):
                 continue
-            text = choice.text[chars:]
+            text = choice.text[cursor.chars :]
             if self._silent and not text and not last:
                 continue
-            event = self._shape.event(index, choice, text, slice(tokens, count), first, last)
-            events.append(self._head + event + b"]}\n\n")
-            self._sent[index] = (len(choice.text), count)
+            events.append(
+                b"%b%b]}\n\n"
+                % (self._head, self._shape.event(cursor.index, choice, text, slice(tokens, count), not cursor.begun, last))
+            )
+            cursor.chars, cursor.tokens, cursor.begun = len(choice.text), count, True
             if last:
-                self._open.discard(index)
+                self._open.remove(cursor)
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -70,6 +69,19 @@ class Writer:
         if not self._usage:
             return DONE
         return self._head + b'],"usage":' + msgspec.json.encode(self._job.usage()) + b"}\n\n" + DONE
+
+
+class _Cursor:
+    """How much of a choice was sent."""
+
+    __slots__ = ("begun", "chars", "choice", "index", "tokens")
+
+    def __init__(self, index: int, choice: CompletionOutput) -> None:
+        self.index = index
+        self.choice = choice
+        self.chars = 0
+        self.tokens = 0
+        self.begun = False
 
 
 class EventStream(Response):
@@ -94,6 +106,7 @@ class EventStream(Response):
                 if data and not started:
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                     started = True
+                    send = scope["state"].get("send", send)  # events pass by the layers in between
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": not over})
                 if over:
