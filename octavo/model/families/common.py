@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,25 @@ from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
+# No model comes near these; what is beyond them is a damaged or hostile config.
+MAX_SIZE = 1 << 22
+MAX_LAYERS = 1 << 12
+MAX_POSITIONS = 1 << 26
 
-def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of the config; ModelError when it is missing or not one."""
+
+def size(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    """An integer from 1 to `most`; ModelError when it is missing or not one."""
     value: int | None = field(config, key, int, default) if default is not None else field(config, key, int)
-    if value is None or value < 1:
-        raise ModelError(f"The model's {key} is {value}.", "Check config.json.")
+    if value is None or not 1 <= value <= most:
+        raise ModelError(f"The model's {key} is {value}.", f"It must be from 1 to {most}.")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A finite positive number; ModelError when it is missing or not one."""
+    value = field(config, key, float, default) if default is not None else field(config, key, float)
+    if value is None or not 0 < value < math.inf:
+        raise ModelError(f"The model's {key} is {value}.", "It must be a positive number.")
     return value
 
 
@@ -29,29 +43,26 @@ def refuse(condition: object, what: str) -> None:
 def rope_of(config: Mapping[str, Any]) -> RopeSpec:
     """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     scaling = field(config, "rope_parameters", dict, None) or field(config, "rope_scaling", dict, None) or {}
-    theta = field(scaling, "rope_theta", float, None) or field(config, "rope_theta", float, 10000.0)
+    theta = number(scaling if "rope_theta" in scaling else config, "rope_theta", 10000.0)
     kind = field(scaling, "rope_type", str, None) or field(scaling, "type", str, "default")
     if kind == "default":
         return RopeSpec(theta)
     if kind == "linear":
-        return RopeSpec(theta, "linear", field(scaling, "factor", float))
+        return RopeSpec(theta, "linear", number(scaling, "factor"))
     refuse(kind != "llama3", f"rope type {kind!r}")
-    return RopeSpec(
-        theta,
-        "llama3",
-        field(scaling, "factor", float),
-        field(scaling, "low_freq_factor", float),
-        field(scaling, "high_freq_factor", float),
-        size(scaling, "original_max_position_embeddings"),
-    )
+    low, high = number(scaling, "low_freq_factor"), number(scaling, "high_freq_factor")
+    refuse(low >= high, f"low_freq_factor {low} and high_freq_factor {high}")
+    original = size(scaling, "original_max_position_embeddings", most=MAX_POSITIONS)
+    return RopeSpec(theta, "llama3", number(scaling, "factor"), low, high, original)
 
 
 def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """`eos_token_id` and the like: none, one id, or a list of ids."""
+    """`eos_token_id` and the like: none, one id, or a list of ids, all inside the vocabulary."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ModelError(f"The model's {key} is {value!r}.", "Check config.json.")
+    top = size(config, "vocab_size")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < top for i in ids):
+        raise ModelError(f"The model's {key} is {value!r}.", f"It must be ids from 0 to {top - 1}.")
     return tuple(ids)
 
 
@@ -62,7 +73,7 @@ def llama_like(config: Mapping[str, Any], architecture: str, *, qk_norm: bool, h
     refuse(config.get("use_sliding_window"), "a sliding attention window")
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     kv_heads = size(config, "num_key_value_heads", heads)
-    dim = field(config, "head_dim", int, None) or head_dim or hidden // heads
+    dim = size(config, "head_dim", head_dim or max(hidden // heads, 1))
     if heads % kv_heads or dim < 2 or dim % 2:
         raise ModelError(
             f"The model has {heads} query heads, {kv_heads} key/value heads of {dim}.",
@@ -76,7 +87,7 @@ def llama_like(config: Mapping[str, Any], architecture: str, *, qk_norm: bool, h
         mlp_bias=field(config, "mlp_bias", bool, False),
         qk_norm=qk_norm,
     )
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = field(config, "dtype", str, None) or field(config, "torch_dtype", str, "float32")
     refuse(dtype not in DTYPES, f"the data type {dtype!r}")
     bos = token_ids(config, "bos_token_id")
     return ModelSpec(
@@ -86,9 +97,9 @@ def llama_like(config: Mapping[str, Any], architecture: str, *, qk_norm: bool, h
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        layers=(layer,) * size(config, "num_hidden_layers"),
-        max_positions=size(config, "max_position_embeddings"),
-        norm_eps=field(config, "rms_norm_eps", float, 1e-6),
+        layers=(layer,) * size(config, "num_hidden_layers", most=MAX_LAYERS),
+        max_positions=size(config, "max_position_embeddings", most=MAX_POSITIONS),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope_of(config),
         tied_head=field(config, "tie_word_embeddings", bool, False),
         dtype=dtype,
