@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +22,21 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, factors_F: Floats | None 
     original / high_freq_factor stay, and between the two the division is blended in linearly (Llama 3.1).
     factors: divided by the given tensor.
     """
-    exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain_F: Floats = 1.0 / np.power(rope.theta, exponents_F, dtype=np.float32)
+    return _scaled(rope, head_dim, factors_F).astype(np.float32)
+
+
+def _scaled(rope: RopeSpec, head_dim: int, factors_F: Floats | None) -> NDArray[np.floating[Any]]:
+    exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    plain_F: Floats = np.reciprocal(np.power(np.float32(rope.theta), exponents_F))
     if rope.kind == "default":
         return plain_F
     if rope.kind == "linear":
-        return (plain_F / rope.factor).astype(np.float32)
+        return plain_F / rope.factor
     if rope.kind == "factors":
         if factors_F is None:
             raise ModelError("This model scales its rotary frequencies by a tensor, which was not loaded.")
-        return plain_F / factors_F.astype(np.float32)
-    wavelengths_F = np.float32(2 * math.pi) / plain_F
+        return plain_F / factors_F
+    wavelengths_F = 2 * math.pi / plain_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend_F = ((rope.original_positions / wavelengths_F - low) / (high - low)).clip(0.0, 1.0)
-    return ((1 - blend_F) * plain_F / rope.factor + blend_F * plain_F).astype(np.float32)
+    return (1 - blend_F) * plain_F / rope.factor + blend_F * plain_F

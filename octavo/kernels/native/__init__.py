@@ -1,0 +1,16 @@
+"""The native CPU engine: C++ kernels and a whole decoder step in one call, without torch.
+
+`octavo.runner.native` drives it; see `src/engine.h` for the contract of `Engine`. The extension module is built with
+the package; where that was not possible `missing()` says so and everything else runs without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+def missing() -> str:
+    """Why the native engine cannot be used; "" when it can."""
+    if importlib.util.find_spec("octavo.kernels.native._native") is None:
+        return "this build has no native module; it is built by pip where a C++ compiler is installed"
+    return ""

@@ -1,0 +1,199 @@
+#include "engine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace octavo {
+
+Arena::~Arena() {
+    for (Piece& piece : pieces_) munmap(piece.start, piece.size);
+}
+
+void* Arena::take(size_t bytes) {
+    constexpr size_t kPiece = size_t{32} << 20, kLargePage = size_t{2} << 20;
+    bytes = (bytes + 63) / 64 * 64;
+    if (pieces_.empty() || pieces_.back().size - pieces_.back().used < bytes) {
+        size_t size = (std::max(bytes, kPiece) + kLargePage - 1) / kLargePage * kLargePage;
+        void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED) throw std::bad_alloc();
+        madvise(p, size, MADV_HUGEPAGE);
+        pieces_.push_back({static_cast<uint8_t*>(p), size, 0});
+    }
+    Piece& piece = pieces_.back();
+    void* p = piece.start + piece.used;
+    piece.used += bytes;
+    total_ += bytes;
+    return p;
+}
+
+namespace {
+
+const Kernels* need_kernels(const std::string& isa) {
+    const Kernels* k = find_kernels(isa.c_str());
+    if (!k) throw std::invalid_argument("this machine or build has no kernels for " + isa);
+    return k;
+}
+
+}  // namespace
+
+KvShape kv_shape(KvKind kind, int head_dim, int kv_heads, int block_size) {
+    KvShape s{};
+    s.kind = kind;
+    s.head_dim = head_dim;
+    s.kv_heads = kv_heads;
+    s.block_size = block_size;
+    s.tiles_per_block = pad_to(block_size, kTile) / kTile;
+    size_t width = kind == KvKind::F32 ? 4 : kind == KvKind::BF16 ? 2 : 1;
+    s.part_bytes = width * static_cast<size_t>(kTile * head_dim);
+    s.tile_bytes = 2 * s.part_bytes + (kind == KvKind::I8 ? 2 * kTile * sizeof(float) : 0);
+    s.head_bytes = s.tile_bytes * static_cast<size_t>(s.tiles_per_block);
+    s.block_bytes = s.head_bytes * static_cast<size_t>(kv_heads);
+    return s;
+}
+
+Engine::Engine(const Dims& dims, int threads, const std::string& isa)
+    : dims_(dims), kernels_(need_kernels(isa)), pool_(threads), 
+      kv_shape_(kv_shape(dims.kv, dims.head_dim, dims.kv_heads, dims.block_size)), layers_(dims.mlp.size()) {
+    if (dims.head_dim % 16 || dims.head_dim > 256 || dims.heads % dims.kv_heads || dims.heads / dims.kv_heads > kMaxQueries)
+        throw std::invalid_argument("heads of this size are not supported");
+    if (kSegment % dims.block_size && dims.block_size % kSegment)
+        throw std::invalid_argument("the block size must divide 64 or be a multiple of it");
+    if (dims.block_size < kTile) throw std::invalid_argument("the block size must be at least 16");
+}
+
+Linear* Engine::linear(int layer, const std::string& name) {
+    if (layer < 0) return name == "head" ? &head_ : nullptr;
+    if (layer >= static_cast<int>(layers_.size())) return nullptr;
+    Layer& l = layers_[static_cast<size_t>(layer)];
+    return name == "qkv" ? &l.qkv : name == "o" ? &l.o : name == "gate_up" ? &l.gate_up : name == "down" ? &l.down : nullptr;
+}
+
+void Engine::add_matrix(int layer, const std::string& name, int part, const PackJob& job) {
+    Matrix m;
+    m.format = job.format;
+    m.rows = job.rows;
+    m.columns = job.columns;
+    m.panels = panels_of(job);
+    size_t bytes = panel_bytes(job.format, job.columns);
+    m.data = weights_.take_array<uint8_t>(bytes * static_cast<size_t>(m.panels));
+    pool_.run([&](int) {
+        for (int p; (p = pool_.next(4)) < m.panels;)
+            for (int i = p; i < std::min(p + 4, m.panels); i++) pack_panel(job, i, m.data + bytes * static_cast<size_t>(i));
+    });
+    if (layer < 0 && name == "embed") {
+        embed_ = m;
+        return;
+    }
+    Linear* l = linear(layer, name);
+    if (!l || part != static_cast<int>(l->parts.size())) throw std::invalid_argument("no place for a matrix " + name);
+    m.column0 = l->width;
+    l->width += job.second ? pad_to(job.rows, kPanel) : m.panels * kPanel;
+    l->forms |= form_of(m.format);
+    l->parts.push_back(m);
+}
+
+const float** Engine::vector_slot(int layer, const std::string& name) {
+    if (layer < 0) return name == "norm" ? &norm_ : nullptr;
+    Layer& l = layers_.at(static_cast<size_t>(layer));
+    if (name == "attn_norm") return &l.attn_norm;
+    if (name == "mlp_norm") return &l.mlp_norm;
+    if (name == "q_norm") return &l.q_norm;
+    return name == "k_norm" ? &l.k_norm : nullptr;
+}
+
+void Engine::add_vector(int layer, const std::string& name, int part, const float* values, int n) {
+    if (const float** slot = vector_slot(layer, name)) {
+        float* copy = weights_.take_array<float>(static_cast<size_t>(pad_to(n, kPanel)));
+        std::copy(values, values + n, copy);
+        *slot = copy;
+        return;
+    }
+    Linear* l = linear(layer, name);
+    if (!l || part >= static_cast<int>(l->parts.size())) throw std::invalid_argument("no place for a vector " + name);
+    Matrix& m = l->parts[static_cast<size_t>(part)];
+    bool paired = name == "gate_up";  // the bias of the gates, then that of the values; placed like the rows
+    if (n != (paired ? 2 : 1) * m.rows) throw std::invalid_argument("the bias " + name + " has a wrong size");
+    float* copy = weights_.take_array<float>(static_cast<size_t>(m.panels) * kPanel);
+    for (int i = 0; i < n; i++) {
+        int row = i % m.rows, place = paired ? row / 16 * kPanel + row % 16 + (i >= m.rows ? 16 : 0) : i;
+        copy[place] = values[i];
+    }
+    m.bias = copy;
+}
+
+void Engine::ready() {
+    int q = dims_.heads * dims_.head_dim, kv = dims_.kv_heads * dims_.head_dim;
+    auto fits = [](const Linear& l, std::vector<int> rows, int columns) {
+        bool good = l.parts.size() == rows.size();
+        for (size_t i = 0; good && i < rows.size(); i++) good = l.parts[i].rows == rows[i] && l.parts[i].columns == columns;
+        return good;
+    };
+    if (!embed_.data || embed_.rows != dims_.vocab || embed_.columns != dims_.hidden || !norm_)
+        throw std::invalid_argument("the embedding or the last norm is missing or has a wrong size");
+    if (head_.parts.empty()) {
+        head_.parts = {embed_};
+        head_.width = embed_.panels * kPanel;
+        head_.forms = form_of(embed_.format);
+    }
+    bool good = fits(head_, {dims_.vocab}, dims_.hidden);
+    for (size_t i = 0; i < layers_.size(); i++) {
+        Layer& l = layers_[i];
+        int mlp = dims_.mlp[i];
+        good = good && l.attn_norm && l.mlp_norm && fits(l.qkv, {q, kv, kv}, dims_.hidden) && fits(l.o, {dims_.hidden}, q) &&
+               fits(l.gate_up, {mlp}, dims_.hidden) && fits(l.down, {dims_.hidden}, mlp);
+    }
+    if (!good) throw std::invalid_argument("a weight is missing or has a wrong size");
+    allocate_buffers();
+    layer_bytes_ = kv_shape_.block_bytes * static_cast<size_t>(dims_.blocks);
+    kv_bytes_ = layer_bytes_ * layers_.size();
+    for (size_t i = 0; i < layers_.size(); i++) pools_.push_back(kv_.take_array<uint8_t>(layer_bytes_));
+    ready_ = true;
+}
+
+void Engine::allocate_buffers() {
+    auto wide = [](int n) { return static_cast<size_t>(pad_to(n, kPanel)); };
+    int widest_mlp = *std::max_element(dims_.mlp.begin(), dims_.mlp.end());
+    hidden_stride_ = wide(dims_.hidden);
+    attn_stride_ = wide(dims_.heads * dims_.head_dim);
+    mlp_stride_ = wide(widest_mlp);
+    qkv_stride_ = attn_stride_ + 2 * wide(dims_.kv_heads * dims_.head_dim);
+    size_t widest = std::max({hidden_stride_, attn_stride_, mlp_stride_});
+    x_ = buffers_.take_array<float>(kChunk * hidden_stride_);
+    qkv_ = buffers_.take_array<float>(kChunk * qkv_stride_);
+    attn_ = buffers_.take_array<float>(kChunk * attn_stride_);
+    mlp_ = buffers_.take_array<float>(kChunk * mlp_stride_);
+    q_ = buffers_.take_array<uint8_t>(kChunk * attn_stride_ * 4);
+    cos_ = buffers_.take_array<float>(kChunk * dims_.inverse_frequencies.size());
+    sin_ = buffers_.take_array<float>(kChunk * dims_.inverse_frequencies.size());
+    acts_.q = buffers_.take_array<int8_t>(kChunk * widest);
+    acts_.blocks = buffers_.take_array<ActBlock>(kChunk * widest / kBlock);
+    acts_.bf16 = buffers_.take_array<uint16_t>(kChunk * widest);
+    acts_.f32 = buffers_.take_array<float>(kChunk * widest);
+    for (int t = 0; t < pool_.threads(); t++) {
+        normed_.push_back(buffers_.take_array<float>(hidden_stride_));
+        size_t sampling = static_cast<size_t>(padded_vocab()) * 8;
+        scratch_.push_back(buffers_.take_array<uint8_t>(std::max(kernels_->scratch_bytes, sampling)));
+    }
+}
+
+Acts Engine::acts(size_t stride) const {
+    Acts a = acts_;
+    a.stride = stride;
+    return a;
+}
+
+void Engine::copy_blocks(const int32_t* pairs, int n) {
+    for (uint8_t* pool : pools_)
+        for (int i = 0; i < n; i++)
+            std::memcpy(pool + static_cast<size_t>(pairs[2 * i + 1]) * kv_shape_.block_bytes,
+                        pool + static_cast<size_t>(pairs[2 * i]) * kv_shape_.block_bytes, kv_shape_.block_bytes);
+}
+
+void Engine::embedding(int row, float* out) const { unpack_row(embed_.format, embed_.data, row, embed_.columns, out); }
+
+}  // namespace octavo

@@ -1,0 +1,337 @@
+#include "weights.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace octavo {
+namespace {
+
+constexpr int kHalfRows = 16;
+
+// 32 columns of one row, decoded: weight = scale[group] * (code - zero of the format) + minimum.
+struct RowBlock {
+    uint8_t code[kBlock];
+    uint16_t scale[2];
+    uint16_t minimum;
+};
+
+uint16_t half_at(const uint8_t* p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    return h;
+}
+
+void nibbles(const uint8_t* p, uint8_t* code) {
+    for (int i = 0; i < 16; i++) {
+        code[i] = p[i] & 15;
+        code[i + 16] = p[i] >> 4;
+    }
+}
+
+void fifth_bits(const uint8_t* p, uint8_t* code) {
+    uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    for (int i = 0; i < 32; i++) code[i] = static_cast<uint8_t>(code[i] | (bits >> i & 1) << 4);
+}
+
+// 6-bit scale and minimum number j of the 12 bytes that Q4_K and Q5_K blocks share.
+void scale_of_k(const uint8_t* s, int j, int* scale, int* minimum) {
+    if (j < 4) {
+        *scale = s[j] & 63;
+        *minimum = s[j + 4] & 63;
+    } else {
+        *scale = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+        *minimum = s[j + 4] >> 4 | (s[j] >> 6) << 4;
+    }
+}
+
+void decode_k(const uint8_t* super, int j, const uint8_t* low, const uint8_t* high, RowBlock* out) {
+    int scale, minimum;
+    scale_of_k(super + 4, j, &scale, &minimum);
+    out->scale[0] = float_to_half(half_to_float(half_at(super)) * static_cast<float>(scale));
+    out->minimum = float_to_half(-half_to_float(half_at(super + 2)) * static_cast<float>(minimum));
+    for (int i = 0; i < 32; i++) {
+        int code = low[32 * (j / 2) + i] >> (j % 2 * 4) & 15;
+        if (high) code |= (high[i] >> j & 1) << 4;
+        out->code[i] = static_cast<uint8_t>(code);
+    }
+}
+
+void decode_q6_k(const uint8_t* super, int j, RowBlock* out) {
+    const uint8_t *low = super + j / 4 * 64 + j % 2 * 32, *high = super + 128 + j / 4 * 32;
+    const int8_t* scales = reinterpret_cast<const int8_t*>(super + 192) + j / 4 * 8 + j % 4 * 2;
+    float d = half_to_float(half_at(super + 208));
+    for (int g = 0; g < 2; g++) out->scale[g] = float_to_half(d * static_cast<float>(scales[g]));
+    int shift = j % 4 / 2 * 4;
+    for (int i = 0; i < 32; i++)
+        out->code[i] = static_cast<uint8_t>((low[i] >> shift & 15) | (high[i] >> (j % 4 * 2) & 3) << 4);
+}
+
+// Columns 32 j .. 32 j + 31 of a stored row.
+void decode_block(Stored stored, const uint8_t* row, int j, RowBlock* out) {
+    const uint8_t* super;
+    switch (stored) {
+        case Stored::Q4_0:
+            row += j * 18;
+            out->scale[0] = half_at(row);
+            nibbles(row + 2, out->code);
+            break;
+        case Stored::Q4_1:
+            row += j * 20;
+            out->scale[0] = half_at(row);
+            out->minimum = half_at(row + 2);
+            nibbles(row + 4, out->code);
+            break;
+        case Stored::Q5_0:
+            row += j * 22;
+            out->scale[0] = half_at(row);
+            nibbles(row + 6, out->code);
+            fifth_bits(row + 2, out->code);
+            break;
+        case Stored::Q5_1:
+            row += j * 24;
+            out->scale[0] = half_at(row);
+            out->minimum = half_at(row + 2);
+            nibbles(row + 8, out->code);
+            fifth_bits(row + 4, out->code);
+            break;
+        case Stored::Q8_0:
+            row += j * 34;
+            out->scale[0] = half_at(row);
+            for (int i = 0; i < 32; i++) out->code[i] = row[2 + i] ^ 0x80;
+            break;
+        case Stored::Q4_K:
+            super = row + j / 8 * 144;
+            decode_k(super, j % 8, super + 16, nullptr, out);
+            break;
+        case Stored::Q5_K:
+            super = row + j / 8 * 176;
+            decode_k(super, j % 8, super + 48, super + 16, out);
+            break;
+        case Stored::Q6_K: decode_q6_k(row + j / 8 * 210, j % 8, out); break;
+        case Stored::BF16:
+        case Stored::F32: break;
+    }
+}
+
+// Quantises 32 numbers to 8 bits around zero, or to 4 bits between their extremes.
+void quantize(const float* x, Format format, RowBlock* out) {
+    float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
+    bool around_zero = format == Format::Q8;
+    float span = around_zero ? std::max(-low, high) / 127 : (high - low) / 15;
+    out->scale[0] = float_to_half(span);
+    out->minimum = float_to_half(low);
+    float scale = half_to_float(out->scale[0]), base = around_zero ? 0 : half_to_float(out->minimum);
+    for (int i = 0; i < kBlock; i++) {
+        float code = scale > 0 ? std::nearbyint((x[i] - base) / scale) : 0.0f;
+        out->code[i] = static_cast<uint8_t>(around_zero ? std::clamp(code, -127.0f, 127.0f) + 128 : std::clamp(code, 0.0f, 15.0f));
+    }
+}
+
+int bits_of(Format f) { return f == Format::Q8 ? 8 : f == Format::Q6 ? 6 : f == Format::Q5 || f == Format::Q5M ? 5 : 4; }
+bool has_minimum(Format f) { return f == Format::Q4M || f == Format::Q5M; }
+int half_bytes(Format f) { return bits_of(f) == 8 ? 512 : 256 + (bits_of(f) - 4) * 64; }
+int groups_of(Format f) { return f == Format::Q6 ? 2 : 1; }
+
+// Adds row `i` of a panel to a block that was zeroed before.
+void encode(const RowBlock& row, int i, Format format, uint8_t* block) {
+    int bits = bits_of(format), lane = i % kHalfRows;
+    uint8_t* half = block + i / kHalfRows * half_bytes(format);
+    for (int s = 0; s < 8; s++)
+        for (int c = 0; c < 4; c++) {
+            int code = row.code[4 * s + c], byte = 4 * lane + c;
+            if (bits == 8) {
+                half[64 * s + byte] = static_cast<uint8_t>(code);
+                continue;
+            }
+            half[64 * (s / 2) + byte] |= static_cast<uint8_t>((code & 15) << (s % 2 * 4));
+            if (bits == 5) half[256 + byte] |= static_cast<uint8_t>((code >> 4) << s);
+            if (bits == 6) half[256 + 64 * (s / 4) + byte] |= static_cast<uint8_t>((code >> 4) << (s % 4 * 2));
+        }
+    uint8_t* facts = block + 2 * half_bytes(format);
+    for (int g = 0; g < groups_of(format); g++) std::memcpy(facts + 64 * g + 2 * i, &row.scale[g], 2);
+    if (has_minimum(format)) std::memcpy(facts + 64 * groups_of(format) + 2 * i, &row.minimum, 2);
+}
+
+void pack_floats(const float* x, int columns, int i, uint8_t* out) {
+    for (int k = 0; k < columns; k++) std::memcpy(out + (static_cast<size_t>(k) * kPanel + i) * 4, x + k, 4);
+}
+
+uint16_t round_to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void pack_bf16(const uint8_t* row, Stored stored, int columns, int i, uint8_t* out) {
+    for (int k = 0; k < columns; k++) {
+        uint16_t x = half_at(row + 2 * k);
+        if (stored == Stored::F32) {
+            float wide;
+            std::memcpy(&wide, row + 4 * k, 4);
+            x = round_to_bf16(wide);
+        }
+        std::memcpy(out + (static_cast<size_t>(k / 2) * kPanel + i) * 4 + k % 2 * 2, &x, 2);
+    }
+}
+
+void pack_row(const PackJob& job, const uint8_t* row, int i, uint8_t* out) {
+    if (job.format == Format::F32) return pack_floats(reinterpret_cast<const float*>(row), job.columns, i, out);
+    if (job.format == Format::BF16) return pack_bf16(row, job.stored, job.columns, i, out);
+    size_t step = block_bytes(job.format);
+    for (int j = 0; j * kBlock < job.columns; j++) {
+        RowBlock block{};
+        if (job.stored == Stored::F32) {
+            float x[kBlock] = {};
+            std::memcpy(x, row + j * kBlock * 4, 4 * static_cast<size_t>(std::min(kBlock, job.columns - j * kBlock)));
+            quantize(x, job.format, &block);
+        } else {
+            decode_block(job.stored, row, j, &block);
+        }
+        encode(block, i, job.format, out + static_cast<size_t>(j) * step);
+    }
+}
+
+struct Name {
+    const char* name;
+    int value;
+};
+const Name kStored[] = {{"Q4_0", 0}, {"Q4_1", 1}, {"Q5_0", 2}, {"Q5_1", 3}, {"Q8_0", 4},
+                        {"Q4_K", 5}, {"Q5_K", 6}, {"Q6_K", 7}, {"BF16", 8}, {"F32", 9}};
+const Name kFormatNames[] = {{"q4", 0}, {"q4m", 1}, {"q5", 2}, {"q5m", 3}, {"q6", 4}, {"q8", 5}, {"bf16", 6}, {"f32", 7}};
+
+template <class T, size_t N> bool look_up(const Name (&names)[N], const std::string& name, T* value) {
+    for (const Name& entry : names)
+        if (name == entry.name) {
+            *value = static_cast<T>(entry.value);
+            return true;
+        }
+    return false;
+}
+
+}  // namespace
+
+bool stored_of(const std::string& name, Stored* stored) { return look_up(kStored, name, stored); }
+bool format_of(const std::string& name, Format* format) { return look_up(kFormatNames, name, format); }
+
+Format native_format(Stored stored) {
+    switch (stored) {
+        case Stored::Q4_0: return Format::Q4;
+        case Stored::Q4_1:
+        case Stored::Q4_K: return Format::Q4M;
+        case Stored::Q5_0: return Format::Q5;
+        case Stored::Q5_1:
+        case Stored::Q5_K: return Format::Q5M;
+        case Stored::Q6_K: return Format::Q6;
+        case Stored::Q8_0: return Format::Q8;
+        case Stored::BF16: return Format::BF16;
+        default: return Format::F32;
+    }
+}
+
+size_t block_bytes(Format format) {
+    if (format == Format::BF16) return 2 * kPanel * kBlock;
+    if (format == Format::F32) return 4 * kPanel * kBlock;
+    return static_cast<size_t>(2 * half_bytes(format) + 64 * groups_of(format) + (has_minimum(format) ? 64 : 0));
+}
+
+size_t panel_bytes(Format format, int columns) {
+    return block_bytes(format) * static_cast<size_t>(pad_to(columns, kBlock) / kBlock);
+}
+
+size_t stored_row_bytes(Stored stored, int columns) {
+    size_t n = static_cast<size_t>(columns);
+    switch (stored) {
+        case Stored::Q4_0: return n / 32 * 18;
+        case Stored::Q4_1: return n / 32 * 20;
+        case Stored::Q5_0: return n / 32 * 22;
+        case Stored::Q5_1: return n / 32 * 24;
+        case Stored::Q8_0: return n / 32 * 34;
+        case Stored::Q4_K: return n / 256 * 144;
+        case Stored::Q5_K: return n / 256 * 176;
+        case Stored::Q6_K: return n / 256 * 210;
+        case Stored::BF16: return n * 2;
+        default: return n * 4;
+    }
+}
+
+int panels_of(const PackJob& job) {
+    return job.second ? pad_to(job.rows, kHalfRows) / kHalfRows : pad_to(job.rows, kPanel) / kPanel;
+}
+
+void pack_panel(const PackJob& job, int panel, uint8_t* out) {
+    std::memset(out, 0, panel_bytes(job.format, job.columns));
+    size_t row_bytes = stored_row_bytes(job.stored, job.columns);
+    for (int i = 0; i < kPanel; i++) {
+        bool second = job.second && i >= kHalfRows;
+        int row = job.second ? panel * kHalfRows + i % kHalfRows : panel * kPanel + i;
+        if (row < job.rows) pack_row(job, (second ? job.second : job.first) + static_cast<size_t>(row) * row_bytes, i, out);
+    }
+}
+
+void unpack_row(Format format, const uint8_t* packed, int row, int columns, float* out) {
+    packed += static_cast<size_t>(row / kPanel) * panel_bytes(format, columns);
+    int i = row % kPanel, lane = i % kHalfRows, bits = bits_of(format), padded = pad_to(columns, kBlock);
+    if (format == Format::F32 || format == Format::BF16) {
+        for (int k = 0; k < padded; k++) {
+            uint32_t word = 0;
+            if (format == Format::F32) {
+                std::memcpy(&word, packed + (static_cast<size_t>(k) * kPanel + i) * 4, 4);
+            } else {
+                word = static_cast<uint32_t>(half_at(packed + (static_cast<size_t>(k / 2) * kPanel + i) * 4 + k % 2 * 2)) << 16;
+            }
+            std::memcpy(out + k, &word, 4);
+        }
+        return;
+    }
+    size_t step = block_bytes(format);
+    for (int j = 0; j < padded / kBlock; j++, packed += step) {
+        const uint8_t *half = packed + i / kHalfRows * half_bytes(format), *facts = packed + 2 * half_bytes(format) + 2 * i;
+        float minimum = has_minimum(format) ? half_to_float(half_at(facts + 64 * groups_of(format))) : 0.0f;
+        float zero = has_minimum(format) ? 0.0f : static_cast<float>(1 << (bits - 1));
+        for (int k = 0; k < kBlock; k++) {
+            int s = k / 4, byte = 4 * lane + k % 4;
+            int code = bits == 8 ? half[64 * s + byte] : half[64 * (s / 2) + byte] >> (s % 2 * 4) & 15;
+            if (bits == 5) code |= (half[256 + byte] >> s & 1) << 4;
+            if (bits == 6) code |= (half[256 + 64 * (s / 4) + byte] >> (s % 4 * 2) & 3) << 4;
+            float scale = half_to_float(half_at(facts + 64 * (k / 16 * (groups_of(format) - 1))));
+            out[j * kBlock + k] = scale * (static_cast<float>(code) - zero) + minimum;
+        }
+    }
+}
+
+float half_to_float(uint16_t h) {
+    uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, body = h & 0x7fffu, bits;
+    if (body >= 0x7c00) {
+        bits = body << 13 | 0x7f800000u;  // infinity, NaN
+    } else if (body >= 0x400) {
+        bits = (body << 13) + (112u << 23);
+    } else {
+        float x = static_cast<float>(body) * 5.9604644775390625e-8f;  // subnormal: multiples of 2^-24
+        std::memcpy(&bits, &x, 4);
+    }
+    bits |= sign;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+uint16_t float_to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;
+    if (bits < 0x38800000) {  // subnormal: round to multiples of 2^-24
+        float size;
+        std::memcpy(&size, &bits, 4);
+        return static_cast<uint16_t>(sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f)));
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return static_cast<uint16_t>(sign | (bits - (112u << 23)) >> 13);
+}
+
+}  // namespace octavo

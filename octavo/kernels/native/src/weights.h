@@ -1,0 +1,55 @@
+// Packed weights: how matrices lie in memory, packing from the form they are stored in, and reading rows back.
+//
+// A matrix is cut into panels of 32 rows (zero rows at the end) and blocks of 32 columns (zero columns at the end);
+// a panel holds its blocks one after the other. A block of an integer format is, for rows 0-15 and then rows 16-31:
+//
+//   Q4*, Q5*, Q6   4 vectors of 64 bytes: byte 4 i + c of vector j holds columns 8 j + c (low bits) and 8 j + 4 + c
+//                  (high bits) of row i, 4 bits each; then for Q5* one vector whose bit s is bit 4 of column 4 s + c,
+//                  for Q6 two vectors whose bit pair s % 4 of vector s / 4 is bits 4-5 of column 4 s + c
+//   Q8             8 vectors: byte 4 i + c of vector s holds column 4 s + c plus 128
+//
+// then half precision scales of 32 rows (Q6: for columns 0-15, then 16-31), and for Q4M and Q5M half precision minima.
+// A weight is scale * (code - zero) with zero 8, 16, 32, 128 (Q4, Q5, Q6, Q8), or scale * code + minimum.
+// A block of BF16 is 16 pairs of columns, 32 rows of pairs each; of F32 32 columns, 32 rows each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "kernels.h"
+
+namespace octavo {
+
+// How a matrix lies in a file: GGUF block types, or plain numbers.
+enum class Stored : int { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16, F32 };
+
+bool stored_of(const std::string& name, Stored* stored);
+bool format_of(const std::string& name, Format* format);
+
+// The format that keeps every value of `stored` (scales of the K types are rounded to half precision).
+Format native_format(Stored stored);
+
+size_t block_bytes(Format format);
+size_t panel_bytes(Format format, int columns);
+size_t stored_row_bytes(Stored stored, int columns);
+
+// Rows of a matrix or of two interleaved ones: panel p holds rows 32 p .. 32 p + 31 of `first`, or, when there is a
+// `second`, rows 16 p .. 16 p + 15 of each.
+struct PackJob {
+    const uint8_t *first, *second;
+    Stored stored;
+    int rows, columns;  // of each matrix
+    Format format;      // native_format(stored), or anything when stored is F32
+};
+int panels_of(const PackJob& job);
+// Writes panel `panel` (panel_bytes) to `out`.
+void pack_panel(const PackJob& job, int panel, uint8_t* out);
+
+// Row `row` of a packed matrix as float32; `out` gets the padded number of columns.
+void unpack_row(Format format, const uint8_t* packed, int row, int columns, float* out);
+
+float half_to_float(uint16_t h);
+uint16_t float_to_half(float x);
+
+}  // namespace octavo
