@@ -1,7 +1,7 @@
 """A test tool: an engine without a model, `load_format="fake"`, to put load and faults on everything around it.
 
 The next token is a hash of the last one and its position, so equal prompts get equal answers. A step costs
-microseconds, or with "fake:MS" at least so many milliseconds. A prompt whose last id is one of `FAULTS` makes its first step fail in that way. The tokenizer, and with
+microseconds, or with "fake:MS" at least so many milliseconds. A prompt that ends in `TRIGGER` and one of `FAULTS` makes its step fail in that way. The tokenizer, and with
 it the vocabulary, is the named model's. Never use it to serve people.
 """
 
@@ -21,6 +21,7 @@ from octavo.scheduler.plan import HOST_IDS, P_LOGPROBS, P_ROW, SAMPLE, PlanView
 
 VOCABULARY = 49152
 MAX_POSITIONS = 8192
+TRIGGER = (11, 13)
 FAULTS = {3: "bad numbers", 4: "a failed step", 5: "a broken device"}
 _FIRST = 64  # smallest id that is made: not a control token
 
@@ -44,7 +45,7 @@ class FakeEngineRunner:
             at += int(lengths[i])
             last = int(view.tokens[at - 1])
             self._last[rows[i]] = last
-            if flags[i] & SAMPLE and last in FAULTS:
+            if flags[i] & SAMPLE and last in FAULTS and tuple(view.tokens[at - 3 : at - 1].tolist()) == TRIGGER:
                 bad[i] = self._act_up(last)
         picked = np.flatnonzero(flags & SAMPLE)
         position = (starts + lengths)[picked].astype(np.int64)
