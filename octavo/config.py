@@ -41,7 +41,7 @@ class ModelConfig:
         None, "longest sequence in tokens, prompt and output; what fits if left out"
     )
     load_format: str = option("auto", "auto, or dummy for seeded random weights (config.json is enough)")
-    device: str = option("auto", "cpu, cuda, or auto")
+    device: str = option("auto", "cpu, cuda, torch-cpu (the CPU without native kernels), or auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from octavo.config import DTYPES, EngineConfig, Facts, Hardware, ModelFacts, resolve
@@ -105,25 +106,59 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 
 def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
     """Load the weights and start an engine. Raises ConfigError, ModelError."""
-    from octavo.runner.build import build_decoder, pick_device, torch_dtype
-    from octavo.runner.torch_runner import TorchRunner
-
     spec = model.spec
     dtype = run_dtype(config, spec)
     model_facts = ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype), dtype)
-    device = pick_device(config.model.device)
-    resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
-    decoder = build_decoder(spec, model.needs, model.checkpoint, torch_dtype(dtype), device)
-    facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
+    if runs_native(config, spec, dtype):
+        from octavo.runner.native import build_native
+
+        facts = resolve(config, Hardware("cpu", free_memory()), model_facts)
+        runner: Runner = build_native(spec, model.needs, model.checkpoint, dtype=dtype, **_pool_of(facts))
+    else:
+        from octavo.runner.build import build_decoder, pick_device, torch_dtype
+        from octavo.runner.torch_runner import TorchRunner
+
+        device = pick_device(config.model.device)
+        resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
+        decoder = build_decoder(spec, model.needs, model.checkpoint, torch_dtype(dtype), device)
+        facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
+        runner = TorchRunner(decoder, **_pool_of(facts))
     _log.info("%s", facts.line())
-    runner = TorchRunner(
-        decoder,
-        blocks=facts.blocks,
-        block_size=facts.block_size,
-        rows=facts.max_num_seqs,
-        max_len=facts.max_model_len,
-    )
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+
+
+def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
+    """Whether the C++ engine runs this model here: on the processor, when it is built and can. Never for float64."""
+    from octavo.kernels.native import missing
+    from octavo.runner.native import FORMATS, refusal
+
+    wish = config.model.device
+    if wish == "torch-cpu" or dtype not in FORMATS:
+        return False
+    if wish == "auto" and _has_cuda():
+        return False
+    reason = missing() or refusal(spec)
+    if reason:
+        _log.warning("The native CPU engine is not used: %s. The slower torch path is.", reason)
+    return not reason and wish in ("auto", "cpu")
+
+
+def _has_cuda() -> bool:
+    """Asks for the driver's device first: importing torch takes longer than a small model's whole start."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _pool_of(facts: Facts) -> dict[str, int]:
+    return {
+        "blocks": facts.blocks,
+        "block_size": facts.block_size,
+        "rows": facts.max_num_seqs,
+        "max_len": facts.max_model_len,
+    }
 
 
 def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner) -> Engine:

@@ -37,9 +37,9 @@ def pick_device(wish: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wish == "cuda" and not torch.cuda.is_available():
         raise ConfigError("No CUDA device can be used here.", "Run `octavo doctor` to see why, or take --device cpu.")
-    if wish not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {wish!r}.", "Give cpu, cuda or auto.")
-    return torch.device(wish)
+    if wish not in ("cpu", "torch-cpu", "cuda"):
+        raise ConfigError(f"device is {wish!r}.", "Give auto, cpu, torch-cpu or cuda.")
+    return torch.device(wish.removeprefix("torch-"))
 
 
 def to_tensor(array: Array, tag: str, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,9 +11,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PARIS = "The capital of France is Paris."
 
 
-@pytest.fixture(scope="module")
-def llm():
-    return LLM(max_model_len=512, num_gpu_blocks_override=200, dtype="float32")
+@pytest.fixture(scope="module", params=["cpu", "torch-cpu"])
+def llm(request):
+    return LLM(max_model_len=512, num_gpu_blocks_override=200, dtype="float32", device=request.param)
 
 
 def test_prompts_in_every_form(llm):
