@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionShape
@@ -9,11 +11,16 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.errors import ConfigError
 
-_BACKENDS: dict[str, type[TorchCpuAttention] | type[ReferenceAttention]] = {
-    "torch_cpu": TorchCpuAttention,
-    "reference": ReferenceAttention,
-}
+NAMES = ("triton", "torch_cpu", "reference")
 """fastest first"""
+
+
+def _class(name: str) -> type[AttentionBackend]:
+    if name == "triton":
+        from octavo.attention.triton import TritonAttention
+
+        return TritonAttention
+    return TorchCpuAttention if name == "torch_cpu" else ReferenceAttention
 
 
 def choose_backend(
@@ -23,14 +30,14 @@ def choose_backend(
 
     `ConfigError` if the name is unknown or the named backend lacks what the model needs.
     """
-    if name is not None and name not in _BACKENDS:
-        raise ConfigError(f"Unknown attention backend {name!r}.", f"Known: {', '.join(_BACKENDS)}.")
+    if name is not None and name not in NAMES:
+        raise ConfigError(f"Unknown attention backend {name!r}.", f"Known: {', '.join(NAMES)}.")
     lacks = ""
-    for known, backend in _BACKENDS.items():
+    for known in NAMES:
         if name in (None, known):
             lacks = _lacks(known, shape, dtype, device)
             if not lacks:
-                return backend(shape, dtype)
+                return _class(known)(shape, dtype)  # type: ignore[call-arg]
     raise ConfigError(
         f"The attention backend {name!r} cannot serve this model: {lacks}.", "Leave the choice to Octavo."
     )
@@ -38,7 +45,11 @@ def choose_backend(
 
 def _lacks(name: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
     """What the backend cannot do for this model, in words; empty if it can serve it."""
-    can = _BACKENDS[name].capabilities
+    if name == "triton" and device.type != "cuda":
+        return f"it runs on cuda, the model is on {device.type}"
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    can = _class(name).capabilities
     if can.device not in ("any", device.type):
         return f"it runs on {can.device}, the model is on {device.type}"
     if dtype not in can.dtypes:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,5 +33,9 @@ _TORCH = Ops("torch", reference.rms_norm, reference.add_rms_norm, cpu.rotate, cp
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The fastest installed kernels for `device`. Today: torch, which runs on every device."""
+    """The fastest installed kernels for `device`: Triton's on CUDA, else torch, which runs on every device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from octavo.kernels.gpu import ops as gpu
+
+        return Ops("triton", gpu.rms_norm, gpu.add_rms_norm, reference.rotate, gpu.linear, gpu.gated_linear)
     return _TORCH

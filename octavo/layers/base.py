@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.errors import ModelError
 from octavo.kernels.ops import Ops, ops_for
+from octavo.kernels.reference import accumulate_dtype
 
 
 class Weights:
@@ -29,14 +30,18 @@ class Weights:
         self.device: torch.device = first.device
         self.ops: Ops = ops_for(first.device)
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Remove and return one tensor; `ModelError` if it is missing or has another shape or dtype."""
+    def take(self, name: str, *shape: int, wide: bool = False) -> Tensor:
+        """Remove and return one tensor; `ModelError` if it is missing or has another shape or dtype.
+
+        `wide`: it may also be of the dtype that sums over the model's own run in.
+        """
         tensor = self._params.pop(name, None)
         if tensor is None:
             raise ModelError(f"The model needs the tensor {name!r}, which was not loaded.")
         if tuple(tensor.shape) != shape:
             raise ModelError(f"The tensor {name!r} has shape {tuple(tensor.shape)}; the model needs {shape}.")
-        if tensor.dtype != self.dtype or tensor.device != self.device:
+        dtypes = (self.dtype, accumulate_dtype(self.dtype)) if wide else (self.dtype,)
+        if tensor.dtype not in dtypes or tensor.device != self.device:
             raise ModelError(
                 f"The tensor {name!r} is {tensor.dtype} on {tensor.device}; "
                 f"the others are {self.dtype} on {self.device}."

@@ -9,11 +9,11 @@ from octavo.layers.base import Weights
 
 
 class Embedding:
-    """ids_T -> x_TI, times `scale`. Ids must lie in the vocabulary; admission has checked that."""
+    """ids_T -> x_TI, times `scale` rounded to the model dtype. Ids must lie in the vocabulary; admission checked that."""
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, size: int, scale: float) -> None:
         self.weight_VI = weights.take(name, vocab_size, size)
-        self._scale = scale
+        self._scale = float(torch.tensor(scale, dtype=self.weight_VI.dtype))
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """Rows of the table."""

@@ -13,13 +13,13 @@ class Head:
     """logits = hidden W^T, scaled and soft-capped. The weight may be the embedding table (tied)."""
 
     def __init__(self, ops: Ops, weight_VI: Tensor, scale: float, softcap: float) -> None:
-        self._product = ops.linear(weight_VI, None)
+        self.product = ops.linear(weight_VI, None)
         self._scale = scale
         self._softcap = softcap
 
     def __call__(self, hidden_NI: Tensor) -> Tensor:
         """logits_NV in float32 (float64 for a float64 model)."""
-        logits_NV = self._product(hidden_NI).to(accumulate_dtype(hidden_NI.dtype))
+        logits_NV = self.product(hidden_NI).to(accumulate_dtype(hidden_NI.dtype))
         if self._scale != 1.0:
             logits_NV = logits_NV * self._scale
         if self._softcap:

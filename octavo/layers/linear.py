@@ -6,6 +6,7 @@ Shape letters: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from octavo.kernels.cpu import LinearFn
+from octavo.kernels.reference import gelu_and_mul
 from octavo.layers.base import Weights
 
 
@@ -16,8 +17,16 @@ def linear(weights: Weights, name: str, outputs: int, inputs: int, bias: bool = 
     return weights.ops.linear(weight_OI, bias_O)
 
 
-def gated_linear(weights: Weights, name: str, size: int, inputs: int, bias: bool = False) -> LinearFn:
-    """silu(gate(x)) * up(x), gate and up being the two halves of the rows of `name` [2 * size, I]."""
+def gated_linear(
+    weights: Weights, name: str, size: int, inputs: int, bias: bool = False, activation: str = "silu"
+) -> LinearFn:
+    """activation(gate(x)) * up(x), gate and up being the two halves of the rows of `name` [2 * size, I].
+
+    `activation`: "silu", or "gelu_tanh" (GELU by its tanh formula).
+    """
     weight_OI = weights.take(name, 2 * size, inputs)
     bias_O = weights.take(f"{name}_bias", 2 * size) if bias else None
-    return weights.ops.gated_linear(weight_OI, bias_O)
+    if activation == "silu":
+        return weights.ops.gated_linear(weight_OI, bias_O)
+    product = weights.ops.linear(weight_OI, bias_O)
+    return lambda x_TI: gelu_and_mul(product(x_TI))

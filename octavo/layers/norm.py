@@ -12,7 +12,7 @@ class RmsNorm:
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self._ops = weights.ops
-        self._weight_I = weights.take(name, size)
+        self._weight_I = weights.take(name, size, wide=True)
         self._eps = eps
 
     def __call__(self, x_TI: Tensor) -> Tensor:

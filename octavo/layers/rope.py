@@ -14,15 +14,18 @@ from torch import Tensor
 
 
 class Rope:
-    """Makes the cosines and sines of a step from the frequencies (radians per position, float32)."""
+    """Makes the cosines and sines of a step, times `magnitude`, from the frequencies (radians per position, float32)."""
 
-    def __init__(self, frequencies_F: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, frequencies_F: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> None:
         self._frequencies_F = frequencies_F
         self._dtype = dtype
+        self._magnitude = magnitude
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos_TD, sin_TD) as `kernels.reference.rotate` wants them: [cos, cos] and [-sin, sin]."""
         angles_TF = positions_T[:, None].to(torch.float32) * self._frequencies_F
-        cos_TF = angles_TF.cos().to(self._dtype)
-        sin_TF = angles_TF.sin().to(self._dtype)
+        cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
+        if self._magnitude != 1.0:
+            cos_TF, sin_TF = cos_TF * self._magnitude, sin_TF * self._magnitude
+        cos_TF, sin_TF = cos_TF.to(self._dtype), sin_TF.to(self._dtype)
         return torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)

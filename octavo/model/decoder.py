@@ -5,38 +5,45 @@ Made once from a `ModelSpec` and the loaded tensors. The runner makes a `StepBat
 Neither function reads a device value on the host, so both can be captured.
 
 Shape letters: T tokens of the step, N tokens that need logits, I hidden features, V vocabulary,
-H query heads, K key/value heads, D head dim, F = D/2.
+H query heads, K key/value heads, J = H + 2K, D head dim, P positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, Plan, StepBatch
+from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, StepBatch
 from octavo.attention.choose import choose_backend
 from octavo.errors import ModelError
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, HeadNorm, Mix
 from octavo.layers.base import Weights
 from octavo.layers.embedding import Embedding
 from octavo.layers.head import Head
 from octavo.layers.mlp import Mlp
+from octavo.layers.moe import Moe
 from octavo.layers.norm import RmsNorm
 from octavo.layers.rope import Rope
 from octavo.model.rotary import inverse_frequencies
-from octavo.model.spec import LayerSpec, ModelSpec
+from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 
 class _Layer:
-    """One decoder block: norm, attention, norm, MLP, each added to the residual stream."""
+    """One decoder block: norm, attention, norm, MLP; in some families a norm after each, too."""
 
     def __init__(self, weights: Weights, index: int, spec: ModelSpec, layer: LayerSpec) -> None:
-        prefix = f"layers.{index}."
-        self.attention_norm = RmsNorm(weights, f"{prefix}attn_norm", spec.hidden_size, spec.norm_eps)
+        prefix, hidden = f"layers.{index}.", spec.hidden_size
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(weights, prefix + name, hidden, spec.norm_eps)
+
+        self.attention_norm = norm("attn_norm")
         self.attention = Attention(
             weights,
             index,
-            spec.hidden_size,
+            hidden,
             spec.heads,
             spec.kv_heads,
             spec.head_dim,
@@ -44,28 +51,41 @@ class _Layer:
             layer.o_bias,
             spec.norm_eps if layer.qk_norm else None,
         )
-        self.mlp_norm = RmsNorm(weights, f"{prefix}mlp_norm", spec.hidden_size, spec.norm_eps)
-        self.mlp = Mlp(weights, prefix, spec.hidden_size, layer.mlp_size, layer.mlp_bias)
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp: Callable[[Tensor], Tensor]
+        if layer.experts:
+            chosen, normalise = layer.experts_per_token, layer.norm_expert_weights
+            self.mlp = Moe(weights, prefix, hidden, layer.mlp_size, layer.experts, chosen, normalise)
+        else:
+            self.mlp = Mlp(weights, prefix, hidden, layer.mlp_size, layer.mlp_bias, spec.activation)
+        self.after_attention = norm("post_attn_norm") if spec.post_norms else None
+        self.after_mlp = norm("post_mlp_norm") if spec.post_norms else None
 
 
 class Decoder:
     """A decoder-only transformer on one device.
 
     `params` holds every tensor of `weight_needs(spec, ...)` under its internal name, all in one dtype on one
-    device; it is emptied. Raises `ModelError` for a missing, misshapen or unused tensor. `backend` names the
-    attention backend; None takes the default of the device.
+    device (wide norms in float32 at least); it is emptied. Raises `ModelError` for a missing, misshapen or unused
+    tensor. `backend` names the attention backend; None takes the default of the device. Layers with the same
+    attention window share one: `backends` by window, `backend` that of the first layer.
     """
 
     def __init__(self, spec: ModelSpec, params: dict[str, Tensor], backend: str | None = None) -> None:
         weights = Weights(params)
         self.spec = spec
         self.dtype, self.device = weights.dtype, weights.device
-        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.softmax_scale, spec.attention_softcap)
-        self.backend: AttentionBackend = choose_backend(shape, self.dtype, self.device, backend)
-        factors_F = weights.take("rope_factors", spec.head_dim // 2) if spec.rope.kind == "factors" else None
-        wide_F = None if factors_F is None else factors_F.float().cpu().numpy()
-        frequencies_F = torch.from_numpy(inverse_frequencies(spec.rope, spec.head_dim, wide_F))
-        self._rope = Rope(frequencies_F.to(self.device), self.dtype)
+        self._ops = weights.ops
+        self._windows = [layer.window for layer in spec.layers]
+        self.backends: dict[int, AttentionBackend] = {}
+        for window in dict.fromkeys(self._windows):
+            shape = AttentionShape(
+                spec.heads, spec.kv_heads, spec.head_dim, spec.softmax_scale, spec.attention_softcap, window
+            )
+            self.backends[window] = choose_backend(shape, self.dtype, self.device, backend)
+        self.backend = self.backends[self._windows[0]]
+        self._rope = self._make_rope(spec.rope, weights)
+        self._window_rope = self._rope if spec.window_rope is None else self._make_rope(spec.window_rope, weights)
         self._embed = Embedding(weights, "embed", spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self._layers = [_Layer(weights, index, spec, layer) for index, layer in enumerate(spec.layers)]
         self._norm = RmsNorm(weights, "norm", spec.hidden_size, spec.norm_eps)
@@ -73,6 +93,13 @@ class Decoder:
         self._head = Head(weights.ops, head_VI, spec.logit_scale, spec.logit_softcap)
         if weights.leftover():
             raise ModelError(f"The model has no use for the tensors {', '.join(weights.leftover()[:10])}.")
+
+    def _make_rope(self, rope: RopeSpec, weights: Weights) -> Rope:
+        head_dim, factors_F = self.spec.head_dim, None
+        if rope.kind == "factors" and not rope.factors:
+            factors_F = weights.take("rope_factors", head_dim // 2).float().cpu().numpy()
+        frequencies_F = torch.from_numpy(inverse_frequencies(rope, head_dim, factors_F))
+        return Rope(frequencies_F.to(self.device), self.dtype, rope.magnitude)
 
     def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """A zeroed KV pool for this model; block 0 is padding."""
@@ -86,35 +113,59 @@ class Decoder:
             self.device,
         )
 
-    def forward(self, batch: StepBatch, pool: KVPool, plan: Plan | None = None) -> Tensor:
-        """Run all layers over the tokens of one step: final, normed hidden_TI. Writes their KV into `pool`.
-
-        `plan` is `backend.plan(batch, pool.block_size)`, made here unless the caller has it already.
-        """
-        step_plan = self.backend.plan(batch, pool.block_size) if plan is None else plan
-
-        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            return self.backend.run(layer, q_THD, k_TKD, v_TKD, pool, step_plan)
-
+    def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
+        """Run all layers over the tokens of one step: final, normed hidden_TI. Writes their KV into `pool`."""
+        plans = {window: backend.plan(batch, pool.block_size) for window, backend in self.backends.items()}
         rope = self._rope(batch.positions_T)
+        window_rope = rope if self._window_rope is self._rope else self._window_rope(batch.positions_T)
+        heads, both = self.spec.heads, self.spec.heads + self.spec.kv_heads
+
+        def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
+            window = self._windows[layer]
+            qk_TJD = qkv_TJD[:, :both]
+            if norm is not None:
+                qk_TJD = self._ops.rms_norm(qk_TJD, *norm)
+            qk_TJD = self._ops.rotate(qk_TJD, *(window_rope if window else rope))
+            q_THD, k_TKD, v_TKD = qk_TJD[:, :heads], qk_TJD[:, heads:], qkv_TJD[:, both:]
+            return self.backends[window].run(layer, q_THD, k_TKD, v_TKD, pool, plans[window])
+
+        return self.forward_with(batch.ids_T, mix)
+
+    def forward_with(self, ids_T: Tensor, mix: Mix) -> Tensor:
+        """All layers, with the caller's way to do what lies between the qkv product and the output product."""
         scale = self.spec.residual_scale
-        stream_TI = self._embed(batch.ids_T)
+        stream_TI = self._embed(ids_T)
         delta_TI: Tensor | None = None
         for layer in self._layers:
             if delta_TI is None:
                 x_TI = layer.attention_norm(stream_TI)
             else:
                 stream_TI, x_TI = layer.attention_norm.add(delta_TI, stream_TI)
-            y_TI = _scaled(layer.attention(x_TI, rope, attend), scale)
-            stream_TI, x_TI = layer.mlp_norm.add(y_TI, stream_TI)
-            delta_TI = _scaled(layer.mlp(x_TI), scale)
+            y_TI = layer.attention(x_TI, mix)
+            if layer.after_attention is not None:
+                y_TI = layer.after_attention(y_TI)
+            stream_TI, x_TI = layer.mlp_norm.add(_scaled(y_TI, scale), stream_TI)
+            delta_TI = layer.mlp(x_TI)
+            if layer.after_mlp is not None:
+                delta_TI = layer.after_mlp(delta_TI)
+            delta_TI = _scaled(delta_TI, scale)
         if delta_TI is None:
             return self._norm(stream_TI)
         return self._norm.add(delta_TI, stream_TI)[1]
 
+    def rope_table(self, positions: int) -> Tensor:
+        """rope_PD: cosines, then sines, of the first `positions` positions, in the model dtype."""
+        cos_PD, sin_PD = self._rope(torch.arange(positions, device=self.device))
+        half = self.spec.head_dim // 2
+        return torch.cat((cos_PD[:, :half], sin_PD[:, half:]), dim=-1)
+
     def logits(self, hidden_NI: Tensor) -> Tensor:
         """logits_NV of the given hidden states, float32 (float64 for a float64 model)."""
         return self._head(hidden_NI)
+
+    def raw_logits(self, hidden_NI: Tensor) -> Tensor:
+        """The head's product in the model dtype: `logits` before `spec.logit_scale` and `spec.logit_softcap`."""
+        return self._head.product(hidden_NI)
 
 
 def _scaled(x_TI: Tensor, scale: float) -> Tensor:

@@ -1,0 +1,140 @@
+"""The attention backend for CUDA: Triton kernels that read lengths, tables and work lists from device memory.
+
+Two ways in. The runner calls `run_qkv` with the `StepTables` that its own step kernels have filled, which a captured
+graph can do. `plan` and `run` are the plain protocol: the tables are made from a `StepBatch`, every row counts as
+host-fed, and nothing is captured.
+
+Shape letters: T tokens, R rows, J = H + 2K heads, D head dim, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionShape, Capabilities, KVPool, StepBatch
+from octavo.kernels import reference
+from octavo.kernels.gpu.decode import Partials, decode_attention
+from octavo.kernels.gpu.prefill import prefill_attention, prefix_attention, tile_tokens
+from octavo.kernels.gpu.rope import norm_rotate_write
+from octavo.kernels.gpu.step import META_WORDS, Cut, StepTables
+
+KEY_BLOCK = 64  # decode items hold a multiple of so many keys
+WAVES = 3  # decode programs that one multiprocessor should get at least
+PREFIX_SPLITS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one launch is made for: `tokens`, `lanes` rows, `items` decode items (0: no decode rows), `tiles` query
+    tiles (0: no host-fed rows), and whether the decode rows share a prefix."""
+
+    tokens: int
+    lanes: int
+    items: int
+    tiles: int
+    prefix: bool = False
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """A step as the kernels see it."""
+
+    sizes: Sizes
+    step: StepTables
+    tables_SM: Tensor
+    slots_T: Tensor
+
+
+class TritonAttention:
+    """See `octavo.attention.base.AttentionBackend`."""
+
+    capabilities = Capabilities(
+        "triton",
+        "cuda",
+        (torch.bfloat16, torch.float16, torch.float32),
+        softcap=True,
+        window=True,
+        needs_host_lengths=False,
+        graph_safe=True,
+    )
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.tile = tile_tokens(shape.heads // shape.kv_heads)
+        self._partials: Partials | None = None
+
+    def cut(self, lanes: int, processors: int) -> Cut:
+        """How to cut the work of `lanes` rows for a device with so many multiprocessors."""
+        items = max(-(-processors * WAVES // self.shape.kv_heads), 2 * lanes)
+        return Cut(items, KEY_BLOCK, KEY_BLOCK, self.tile, self.shape.window)
+
+    def reserve(self, items: int, rows: int, device: torch.device) -> None:
+        """Allocate partial results for steps of up to `items` decode items and `rows` decode rows."""
+        shape = self.shape
+        self._partials = Partials.empty(items, rows, PREFIX_SPLITS, shape.heads, shape.head_dim, device)
+
+    def plan(self, batch: StepBatch, block_size: int) -> TritonPlan:
+        """The tables of a step in which every row is host-fed."""
+        rows, tokens = len(batch.kv_lens_R), len(batch.ids_T)
+        device = batch.ids_T.device
+        lengths_R = batch.starts_R1.diff()
+        tiles_R = (lengths_R + self.tile - 1) // self.tile
+        lane_Q = torch.repeat_interleave(torch.arange(rows, device=device), tiles_R)
+        place_Q = torch.arange(len(lane_Q), device=device) - (tiles_R.cumsum(0) - tiles_R)[lane_Q]
+        step = StepTables(rows, 1, 1, len(lane_Q), device)
+        step.tiles_2Q.copy_(torch.stack((lane_Q, place_Q * self.tile)))
+        counts = torch.tensor([rows, tokens, 0, 0, 0, len(lane_Q), 0, 0], dtype=torch.int32)
+        step.meta.copy_(counts[:META_WORDS])
+        step.rows_CR[0] = torch.arange(rows, device=device)
+        step.rows_CR[1] = batch.kv_lens_R
+        step.rows_CR[2] = batch.starts_R1[:-1]
+        step.rows_CR[10] = lengths_R
+        tables_RM = batch.tables_RM.to(torch.int32).contiguous()
+        return TritonPlan(Sizes(tokens, rows, 0, len(lane_Q)), step, tables_RM, batch.slots_T)
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: TritonPlan) -> Tensor:
+        """Write k and v, attend; o_THD."""
+        reference.write_kv(pool.keys[layer], k_TKD, plan.slots_T)
+        reference.write_kv(pool.values[layer], v_TKD, plan.slots_T)
+        return self._attend(layer, q_THD.contiguous(), pool, plan)
+
+    def run_qkv(
+        self, layer: int, qkv_TJD: Tensor, norm: tuple[Tensor, float] | None, rope_PD: Tensor, pool: KVPool,
+        plan: TritonPlan,
+    ) -> Tensor:  # fmt: skip
+        """q/k norm, rotation and KV write of the qkv product in one kernel, then attention; o_THD."""
+        q_THD = norm_rotate_write(
+            qkv_TJD, norm, rope_PD, plan.step.positions_T, plan.slots_T, pool.keys[layer], pool.values[layer]
+        )
+        return self._attend(layer, q_THD, pool, plan)
+
+    def _attend(self, layer: int, q_THD: Tensor, pool: KVPool, plan: TritonPlan) -> Tensor:
+        shape, sizes, step = self.shape, plan.sizes, plan.step
+        keys, values = pool.keys[layer], pool.values[layer]
+        o_THD = torch.empty_like(q_THD)
+        if sizes.items and self._partials is not None:
+            if sizes.prefix:
+                prefix_attention(
+                    q_THD, keys, values, plan.tables_SM, step, self._partials, shape.scale, shape.softcap, sizes.lanes
+                )
+            decode_attention(
+                q_THD, keys, values, o_THD, plan.tables_SM, step, self._partials, shape.scale, shape.softcap,
+                sizes.lanes, sizes.items, sizes.prefix,
+            )  # fmt: skip
+        if sizes.tiles:
+            prefill_attention(
+                q_THD,
+                keys,
+                values,
+                o_THD,
+                plan.tables_SM,
+                step,
+                shape.scale,
+                shape.softcap,
+                shape.window,
+                sizes.tiles,
+            )
+        return o_THD

@@ -1,0 +1,279 @@
+"""The start of a step on the device: from the words of a plan to everything the other kernels read.
+
+`begin` runs two kernels. The first applies the plan's table and parameter writes and, in one program, does the
+arithmetic over rows: first tokens, lengths, how decode rows are cut into chunks of keys, how host-fed rows are cut
+into tiles of queries. The second writes what depends on single tokens and items. Nothing visits the host, so a
+captured graph holds for any plan that fits its sizes.
+
+The order of decode items is: all full chunks, then the shorter last chunks; so the long work starts first.
+
+Shape letters: R rows, T tokens, I decode items, Q query tiles, S device rows, M table columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Words of `StepTables.meta`.
+M_ROWS = tl.constexpr(0)
+M_TOKENS = tl.constexpr(1)
+M_DECODE = tl.constexpr(2)  # rows that compute their own last token; they come first
+M_ITEMS = tl.constexpr(3)
+M_CHUNK = tl.constexpr(4)  # keys of one decode item
+M_TILES = tl.constexpr(5)
+M_SAMPLES = tl.constexpr(6)
+M_PREFIX = tl.constexpr(7)  # leading keys that all decode rows share and another kernel reads
+META_WORDS = 8
+
+# Columns of `StepTables.rows_CR`.
+C_ROW = tl.constexpr(0)  # device row
+C_KEYS = tl.constexpr(1)  # keys that the row's last token sees
+C_START = tl.constexpr(2)  # first token of the row on the token axis
+C_BEGIN = tl.constexpr(3)  # first key of its decode items
+C_CHUNKS = tl.constexpr(4)  # number of its decode items
+C_SLOT = tl.constexpr(5)  # first of its partial results
+C_FULL = tl.constexpr(6)  # first of its full items
+C_PART = tl.constexpr(7)  # its shorter item
+C_TILE = tl.constexpr(8)  # first of its tiles
+C_SAMPLE = tl.constexpr(9)  # its place among the samples
+C_TOKENS = tl.constexpr(10)  # its tokens in this step
+ROW_COLUMNS = 11
+
+RUN_WORDS = tl.constexpr(4)  # words of the runner before the plan's: keys of the shared prefix, then free
+_H_ROWS = tl.constexpr(8)  # where the header has the offset of the section; the count follows
+_H_TABLE = tl.constexpr(10)
+_H_PARAMS = tl.constexpr(18)
+_H_TOKENS = tl.constexpr(22)
+_PARAM_WORDS = tl.constexpr(16)
+_WRITERS = 16
+_BLOCK = 128
+
+
+class StepTables:
+    """Device memory that describes the step in progress; allocated once, filled by `begin`. All int32.
+
+    items_2I: row and chunk of each decode item. tiles_2Q: row and first token (in the row) of each query tile.
+    samples_3R: token index, device row and position of each sample.
+    """
+
+    def __init__(self, rows: int, tokens: int, items: int, tiles: int, device: torch.device) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.meta = ints(META_WORDS)
+        self.rows_CR = ints(ROW_COLUMNS, rows)
+        self.items_2I = ints(2, items)
+        self.tiles_2Q = ints(2, max(tiles, 1))
+        self.samples_3R = ints(3, rows)
+        self.ids_T, self.positions_T, self.slots_T = ints(tokens), ints(tokens), ints(tokens)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How attention work is cut: about `items` decode items of at least `least` keys, a multiple of `block`;
+    tiles of `tile` query tokens; `window` as in `AttentionShape`."""
+
+    items: int
+    least: int
+    block: int
+    tile: int
+    window: int = 0
+
+
+@triton.jit
+def _apply_writes(WORDS, TABLES, PARAMS, M, first, step, BLOCK: tl.constexpr):
+    """Table writes and parameter blocks of the plan, shared out over the programs."""
+    plan = WORDS + RUN_WORDS
+    at = tl.load(plan + _H_TABLE)
+    count = tl.load(plan + _H_TABLE + 1)
+    for i in range(first * BLOCK, count, step * BLOCK):
+        item = i + tl.arange(0, BLOCK)
+        ok = item < count
+        row = tl.load(plan + at + 3 * item, mask=ok, other=0).to(tl.int64)
+        column = tl.load(plan + at + 3 * item + 1, mask=ok, other=0)
+        tl.store(TABLES + row * M + column, tl.load(plan + at + 3 * item + 2, mask=ok, other=0), mask=ok)
+    at = tl.load(plan + _H_PARAMS)
+    words = tl.load(plan + _H_PARAMS + 1) * _PARAM_WORDS
+    for i in range(first * BLOCK, words, step * BLOCK):
+        word = i + tl.arange(0, BLOCK)
+        ok = word < words
+        row = tl.load(plan + at + word // _PARAM_WORDS * _PARAM_WORDS, mask=ok, other=0)
+        value = tl.load(plan + at + word, mask=ok, other=0)
+        tl.store(PARAMS + row * _PARAM_WORDS + word % _PARAM_WORDS, value, mask=ok)
+
+
+@triton.jit
+def _exclusive(count):
+    return tl.cumsum(count, 0) - count
+
+
+@triton.jit
+def _arithmetic(
+    WORDS, META, ROWS, R, target, LEAST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, RB: tl.constexpr,
+):  # fmt: skip
+    """Lengths, offsets and cuts of all rows, in one program."""
+    plan = WORDS + RUN_WORDS
+    rows, decode_rows = tl.load(plan + 3), tl.load(plan + 5)
+    prefix = tl.load(WORDS)
+    at = plan + tl.load(plan + _H_ROWS)
+    r = tl.arange(0, RB)
+    ok = r < rows
+    start = tl.load(at + rows + r, mask=ok, other=0)
+    length = tl.load(at + 2 * rows + r, mask=ok, other=0)
+    sampled = tl.load(at + 3 * rows + r, mask=ok, other=0) & 1
+    last = start + length
+    decodes = r < decode_rows
+    first_key = tl.zeros([RB], tl.int32) + prefix
+    if WINDOW > 0:
+        first_key = tl.maximum(last - WINDOW, 0)
+    todo = tl.where(decodes, last - first_key, 0)
+    chunk = tl.maximum(LEAST, tl.cdiv(tl.cdiv(tl.sum(todo, 0), target), BLOCK) * BLOCK)
+    full = todo // chunk
+    part = (todo % chunk > 0).to(tl.int32)
+    tiles = tl.where(ok & (r >= decode_rows), tl.cdiv(length, TILE), 0)
+    every = tl.sum(full, 0)
+    inside = r < R
+    tl.store(ROWS + C_ROW * R + r, tl.load(at + r, mask=ok, other=0), mask=inside)
+    tl.store(ROWS + C_KEYS * R + r, last, mask=inside)
+    tl.store(ROWS + C_START * R + r, _exclusive(length), mask=inside)
+    tl.store(ROWS + C_BEGIN * R + r, first_key, mask=inside)
+    tl.store(ROWS + C_CHUNKS * R + r, full + part, mask=inside)
+    tl.store(ROWS + C_SLOT * R + r, _exclusive(full + part), mask=inside)
+    tl.store(ROWS + C_FULL * R + r, _exclusive(full), mask=inside)
+    tl.store(ROWS + C_PART * R + r, every + _exclusive(part), mask=inside)
+    tl.store(ROWS + C_TILE * R + r, _exclusive(tiles), mask=inside)
+    tl.store(ROWS + C_SAMPLE * R + r, _exclusive(sampled), mask=inside)
+    tl.store(ROWS + C_TOKENS * R + r, length, mask=inside)
+    tl.store(META + M_ROWS, rows)
+    tl.store(META + M_TOKENS, tl.sum(length, 0))
+    tl.store(META + M_DECODE, decode_rows)
+    tl.store(META + M_ITEMS, every + tl.sum(part, 0))
+    tl.store(META + M_CHUNK, chunk)
+    tl.store(META + M_TILES, tl.sum(tiles, 0))
+    tl.store(META + M_SAMPLES, tl.sum(sampled, 0))
+    tl.store(META + M_PREFIX, prefix)
+
+
+@triton.jit(do_not_specialize=["target"])
+def _begin(
+    WORDS, META, ROWS, TABLES, PARAMS, R, M, target, LEAST: tl.constexpr, CHUNK_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) == 0:
+        _arithmetic(WORDS, META, ROWS, R, target, LEAST, CHUNK_BLOCK, TILE, WINDOW, RB)
+    else:
+        _apply_writes(WORDS, TABLES, PARAMS, M, tl.program_id(0) - 1, tl.num_programs(0) - 1, BLOCK)
+
+
+@triton.jit
+def _write_tokens(
+    WORDS, ROWS, TABLES, LAST, IDS, POSITIONS, SLOTS, R, M, lane, decode_rows, S: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Id, position and KV slot of each token of one row."""
+    plan = WORDS + RUN_WORDS
+    row = tl.load(ROWS + C_ROW * R + lane).to(tl.int64)
+    start = tl.load(ROWS + C_START * R + lane)
+    length = tl.load(ROWS + C_TOKENS * R + lane)
+    first = tl.load(ROWS + C_KEYS * R + lane) - length
+    tokens = plan + tl.load(plan + _H_TOKENS) - decode_rows
+    for i in range(0, length, BLOCK):
+        t = i + tl.arange(0, BLOCK)
+        ok = t < length
+        if lane < decode_rows:
+            ids = tl.load(LAST + row + t * 0, mask=ok, other=0).to(tl.int32)
+        else:
+            ids = tl.load(tokens + start + t, mask=ok, other=0)
+        position = first + t
+        block = tl.load(TABLES + row * M + position // S, mask=ok, other=0)
+        tl.store(IDS + start + t, ids, mask=ok)
+        tl.store(POSITIONS + start + t, position, mask=ok)
+        tl.store(SLOTS + start + t, block * S + position % S, mask=ok)
+
+
+@triton.jit
+def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, BLOCK: tl.constexpr):
+    """Decode items, query tiles and sample of one row."""
+    chunk = tl.load(META + M_CHUNK)
+    begin = tl.load(ROWS + C_BEGIN * R + lane)
+    last = tl.load(ROWS + C_KEYS * R + lane)
+    chunks = tl.load(ROWS + C_CHUNKS * R + lane)
+    full = tl.where(chunks > 0, (last - begin) // chunk, 0)
+    for i in range(0, chunks, BLOCK):
+        c = i + tl.arange(0, BLOCK)
+        place = tl.where(c < full, tl.load(ROWS + C_FULL * R + lane) + c, tl.load(ROWS + C_PART * R + lane))
+        ok = (c < chunks) & (place < items_cap)
+        tl.store(ITEMS + place, c * 0 + lane, mask=ok)
+        tl.store(ITEMS + items_cap + place, c, mask=ok)
+    length = tl.load(ROWS + C_TOKENS * R + lane)
+    tiles = tl.where(lane < tl.load(META + M_DECODE), 0, tl.cdiv(length, TILE))
+    for i in range(0, tiles, BLOCK):
+        c = i + tl.arange(0, BLOCK)
+        place = tl.load(ROWS + C_TILE * R + lane) + c
+        ok = (c < tiles) & (place < tiles_cap)
+        tl.store(TILES + place, c * 0 + lane, mask=ok)
+        tl.store(TILES + tiles_cap + place, (tiles - 1 - c) * TILE, mask=ok)  # the tile with most keys first
+    plan = WORDS + RUN_WORDS
+    flags = plan + tl.load(plan + _H_ROWS) + 3 * tl.load(META + M_ROWS)
+    if tl.load(flags + lane) & 1:
+        place = SAMPLES + tl.load(ROWS + C_SAMPLE * R + lane)
+        tl.store(place, tl.load(ROWS + C_START * R + lane) + length - 1)
+        tl.store(place + R, tl.load(ROWS + C_ROW * R + lane))
+        tl.store(place + 2 * R, last)
+
+
+@triton.jit(do_not_specialize=["lanes", "tokens"])
+def _expand(
+    WORDS, META, ROWS, ITEMS, TILES, SAMPLES, IDS, POSITIONS, SLOTS, TABLES, LAST, R, M, lanes, tokens, items_cap,
+    tiles_cap, TILE: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0)
+    rows = tl.load(META + M_ROWS)
+    if lane < lanes:
+        if lane < rows:
+            decode_rows = tl.load(META + M_DECODE)
+            _write_tokens(WORDS, ROWS, TABLES, LAST, IDS, POSITIONS, SLOTS, R, M, lane, decode_rows, S, BLOCK)
+            _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, BLOCK)
+        if lane >= tl.load(META + M_SAMPLES):  # samples that are not there read token 0
+            tl.store(SAMPLES + lane, 0)
+    else:  # padding tokens write to the padding block
+        known = tl.load(META + M_TOKENS)
+        for i in range(known + (lane - lanes) * BLOCK, tokens, (tl.num_programs(0) - lanes) * BLOCK):
+            t = i + tl.arange(0, BLOCK)
+            ok = t < tokens
+            tl.store(IDS + t, t * 0, mask=ok)
+            tl.store(POSITIONS + t, t * 0, mask=ok)
+            tl.store(SLOTS + t, t * 0, mask=ok)
+
+
+def begin(
+    words: Tensor,
+    step: StepTables,
+    tables_SM: Tensor,
+    params_SP: Tensor,
+    last_token_S: Tensor,
+    cut: Cut,
+    block_size: int,
+    lanes: int,
+    tokens: int,
+) -> None:
+    """Apply the plan in `words` to the device rows and fill `step`.
+
+    `lanes` >= rows of the plan and `tokens` >= its tokens are the sizes that the following kernels are launched
+    for; `words` is RUN_WORDS words of the runner, then the plan's.
+    """
+    rows, columns = step.rows_CR.shape[1], tables_SM.shape[1]
+    _begin[(1 + _WRITERS,)](
+        words, step.meta, step.rows_CR, tables_SM, params_SP, rows, columns, cut.items, cut.least, cut.block,
+        cut.tile, cut.window, triton.next_power_of_2(rows), _BLOCK, num_warps=4,
+    )  # fmt: skip
+    _expand[(lanes + (_WRITERS if tokens > lanes else 1),)](
+        words, step.meta, step.rows_CR, step.items_2I, step.tiles_2Q, step.samples_3R, step.ids_T, step.positions_T,
+        step.slots_T, tables_SM, last_token_S, rows, columns, lanes, tokens, step.items_2I.shape[1],
+        step.tiles_2Q.shape[1], cut.tile, block_size, _BLOCK, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The start of a step: tables, parameters, tokens, decode items, tiles and samples, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.kernels.gpu.step import C_BEGIN, C_CHUNKS, C_KEYS, C_SLOT, C_TOKENS, M_CHUNK, M_ITEMS, M_TILES, Cut
+from octavo.scheduler import plan as plan_format
+from tests.kernels_interpret.cases.common import Case, make_case
+
+CUT = Cut(items=12, least=16, block=16, tile=8)
+
+
+def columns(case: Case, column: object) -> list[int]:
+    return case.step.rows_CR[column.value].tolist()  # type: ignore[attr-defined]
+
+
+def test_the_kernels_know_the_plan_format() -> None:
+    assert plan_format.HEADER_WORDS == 32
+    assert [plan_format.SECTIONS.index(name) for name in ("rows", "table", "params", "tokens")] == [0, 1, 5, 7]
+    assert plan_format.PARAM_WORDS == 16
+    assert plan_format.SAMPLE == 1
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [([5], []), ([100, 3, 15, 16, 64], []), ([7, 200], [(0, 30), (17, 9)]), ([], [(0, 1), (40, 70)])],
+)
+def test_tokens(decodes: list[int], chunks: list[tuple[int, int]]) -> None:
+    case = make_case(decodes, chunks, CUT, tokens=150, lanes=8)
+    total = sum(case.lengths)
+    positions = [s + i for s, n in zip(case.starts, case.lengths, strict=True) for i in range(n)]
+    rows = [row for row, n in zip(case.rows, case.lengths, strict=True) for _ in range(n)]
+    assert case.step.ids_T[:total].tolist() == case.ids
+    assert case.step.positions_T[:total].tolist() == positions
+    want = [int(case.tables_SM[row, p // 16]) * 16 + p % 16 for row, p in zip(rows, positions, strict=True)]
+    assert case.step.slots_T[:total].tolist() == want
+    assert not case.step.slots_T[total:].any() and not case.step.ids_T[total:].any()
+    assert case.params_SP[case.rows, 1].tolist() == case.starts
+    samples = case.step.samples_3R
+    ends = torch.tensor(case.lengths).cumsum(0) - 1
+    assert samples[0, : len(ends)].tolist() == ends.tolist()
+    assert samples[1, : len(ends)].tolist() == case.rows
+    assert samples[2, : len(ends)].tolist() == [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
+
+
+def test_only_flagged_rows_are_samples() -> None:
+    case = make_case([9, 9], [(0, 4), (0, 5), (0, 6)], CUT, lanes=8, sampled=[0, 1, 3])
+    assert case.step.samples_3R[0].tolist() == [0, 1, 10, 0, 0, 0, 0, 0]
+    assert int(case.step.meta[6]) == 3
+
+
+@pytest.mark.parametrize("shared", [0, 32])
+@pytest.mark.parametrize("decodes", [[500], [40, 47, 300, 33, 96], [32] * 8])
+def test_items_cover_all_keys_once(decodes: list[int], shared: int) -> None:
+    case = make_case(decodes, [], CUT, shared=shared)
+    step = case.step
+    items, chunk = int(step.meta[M_ITEMS.value]), int(step.meta[M_CHUNK.value])
+    assert items <= CUT.items + len(decodes) and chunk % CUT.block == 0
+    begin, keys = columns(case, C_BEGIN), columns(case, C_KEYS)
+    covered = {lane: [] for lane in range(len(decodes))}
+    for lane, part in step.items_2I[:, :items].T.tolist():
+        covered[lane].append(part)
+    for lane, parts in covered.items():
+        assert sorted(parts) == list(range(-(-(keys[lane] - begin[lane]) // chunk)))
+        assert columns(case, C_CHUNKS)[lane] == len(parts)
+    slots = columns(case, C_SLOT)
+    assert slots[: len(decodes)] == [sum(len(covered[i]) for i in range(lane)) for lane in range(len(decodes))]
+
+
+def test_tiles_cover_all_chunk_tokens_once() -> None:
+    case = make_case([3], [(0, 30), (5, 8), (100, 1)], CUT)
+    tiles = int(case.step.meta[M_TILES.value])
+    assert sorted(case.step.tiles_2Q[:, :tiles].T.tolist()) == [[1, 0], [1, 8], [1, 16], [1, 24], [2, 0], [3, 0]]
+    assert columns(case, C_TOKENS) == [1, 30, 8, 1]
+
+
+def test_a_window_starts_the_items_late() -> None:
+    case = make_case([100, 5], [], Cut(items=4, least=16, block=16, tile=8, window=20))
+    assert columns(case, C_BEGIN) == [81, 0]
