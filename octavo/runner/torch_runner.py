@@ -31,22 +31,25 @@ class Ticket:
 class TorchRunner:
     """Runs `decoder` on `blocks` KV blocks (the padding block included) of `block_size` tokens.
 
-    `rows` is the largest number of sequences at a time, `max_len` the longest sequence in tokens.
+    `rows` is the largest number of sequences at a time, `max_len` the longest sequence in tokens. `swap_blocks`
+    blocks of host memory take what plans swap out: `host`, [layer, K or V, block, kv head, slot, head dim].
     """
 
-    def __init__(self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int) -> None:
+    def __init__(
+        self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int, swap_blocks: int = 0
+    ) -> None:
         self.decoder = decoder
         self.block_size = block_size
         self.pool = decoder.make_pool(blocks, block_size)
+        shape = (*self.pool.data.shape[:2], swap_blocks, *self.pool.data.shape[3:])
+        self.host = torch.zeros(shape, dtype=self.pool.data.dtype, pin_memory=decoder.device.type == "cuda")
         self.rows = DeviceRows(rows + 1, -(-max_len // block_size), decoder.device)
 
     @torch.inference_mode()
     def launch(self, words: NDArray[np.int32]) -> Ticket:
         """Run one plan; see `octavo.runner.base.Runner`."""
         view = PlanView(words)
-        if len(view.copies):
-            copies = torch.from_numpy(view.copies.astype(np.int64)).to(self.rows.device)
-            self.pool.copy_blocks(copies[:, 0], copies[:, 1])
+        self._move_blocks(view)
         self.rows.apply(view)
         if not view.rows:
             return Ticket(None, StepResult(np.empty(0, np.int32)))
@@ -60,6 +63,19 @@ class TorchRunner:
         tokens_N, result = sample(logits_NV, view, picked, self.rows)
         return Ticket(tokens_N, result)
 
+    def _move_blocks(self, view: PlanView) -> None:
+        """Swap-out, copies, swap-in, in this order: a copy may overwrite what was just swapped out."""
+        data = self.pool.data
+        if len(view.swap_out):
+            pairs = torch.from_numpy(view.swap_out.astype(np.int64))
+            self.host[:, :, pairs[:, 1]] = data[:, :, pairs[:, 0].to(data.device)].to(self.host.device)
+        if len(view.copies):
+            copies = torch.from_numpy(view.copies.astype(np.int64)).to(data.device)
+            self.pool.copy_blocks(copies[:, 0], copies[:, 1])
+        if len(view.swap_in):
+            pairs = torch.from_numpy(view.swap_in.astype(np.int64))
+            data[:, :, pairs[:, 1].to(data.device)] = self.host[:, :, pairs[:, 0]].to(data.device)
+
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a launched step; see `octavo.runner.base.Runner`."""
         if ticket.tokens_N is not None:
@@ -67,5 +83,5 @@ class TorchRunner:
         return ticket.result
 
     def close(self) -> None:
-        """Drop the KV pool."""
-        del self.pool
+        """Drop the KV pool and its host blocks."""
+        del self.pool, self.host
