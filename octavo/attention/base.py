@@ -73,7 +73,13 @@ class KVPool:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.data = torch.zeros((layers, 2, num_blocks, kv_heads, block_size, head_dim), dtype=dtype, device=device)
+        shape = (layers, 2, num_blocks, kv_heads, block_size, head_dim)
+        if torch.device(device).type == "cpu":
+            # numpy leaves untouched pages to the kernel, so a large pool costs memory only as it fills.
+            nbytes = int(np.prod(shape)) * dtype.itemsize
+            self.data = torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.keys = [self.data[layer, 0] for layer in range(layers)]
         self.values = [self.data[layer, 1] for layer in range(layers)]
 
