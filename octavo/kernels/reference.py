@@ -47,6 +47,12 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def gelu_and_mul(gate_up_TI: Tensor) -> Tensor:
+    """gelu(first half), by its tanh formula (Hendrycks, Gimpel 2016), * second half of the last dim."""
+    gate, up = gate_up_TI.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 def write_kv(pool_NKSD: Tensor, values_TKD: Tensor, slots_T: Tensor) -> None:
     """Store one vector per token and head at slot = block * S + offset, in place."""
     block_size = pool_NKSD.shape[2]

@@ -9,7 +9,7 @@ from octavo.layers.base import Weights
 
 
 class Embedding:
-    """ids_T -> x_TI, times `scale` rounded to the model dtype. Ids must lie in the vocabulary; admission checked that."""
+    """ids_T -> x_TI, times `scale` in the model dtype. Ids must lie in the vocabulary; admission has checked that."""
 
     def __init__(self, weights: Weights, name: str, vocab_size: int, size: int, scale: float) -> None:
         self.weight_VI = weights.take(name, vocab_size, size)

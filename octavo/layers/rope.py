@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Rope:
-    """Makes the cosines and sines of a step, times `magnitude`, from the frequencies (radians per position, float32)."""
+    """Makes the cosines and sines of a step from frequencies (radians per position, float32), times `magnitude`."""
 
     def __init__(self, frequencies_F: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> None:
         self._frequencies_F = frequencies_F

@@ -57,7 +57,11 @@ def load_params(
     needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Every tensor of the model under its internal name. Raises ModelError before anything is read."""
-    return {item.name: to_tensor(item.array, item.dtype, dtype, device) for item in load(needs, checkpoint)}
+    params: dict[str, Tensor] = {}
+    for need, item in zip(needs, load(needs, checkpoint), strict=True):
+        kept = torch.promote_types(dtype, torch.float32) if need.wide else dtype
+        params[item.name] = to_tensor(item.array, item.dtype, kept, device)
+    return params
 
 
 def build_decoder(

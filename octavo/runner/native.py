@@ -55,6 +55,9 @@ class Place(NamedTuple):
 
 def refusal(spec: ModelSpec) -> str:
     """Why the native engine cannot run a model; "" when it can."""
+    odd = spec.activation != "silu" or spec.post_norms or spec.window_rope or spec.rope.magnitude != 1
+    if odd or spec.architecture == "phi3" or any(layer.window or layer.experts for layer in spec.layers):
+        return f"it does not know the layers of {spec.architecture}"
     if spec.head_dim % 16 or spec.head_dim > 256:
         return f"head_dim is {spec.head_dim}, not a multiple of 16 up to 256"
     if spec.heads // spec.kv_heads > 48:

@@ -75,11 +75,12 @@ def delivered_dtype(need: TensorNeed, checkpoint: Checkpoint, packed: Collection
     """The dtype tag that `load` will deliver for `need`.
 
     Plain types stay as stored. Block types are widened to "F32", except for needs named in `packed`. Sources
-    of different types are always widened to "F32", since they could not be joined otherwise.
+    of different types are always widened to "F32", since they could not be joined otherwise, and so is what gets
+    an offset.
     """
     kinds = {checkpoint.info(source.name).dtype for source in need.sources}
     kind = kinds.pop()
-    widen = kinds or (is_block_type(kind) and need.name not in packed)
+    widen = kinds or need.offset or (is_block_type(kind) and need.name not in packed)
     return "F32" if widen else kind
 
 
@@ -105,7 +106,8 @@ def _assemble(need: TensorNeed, checkpoint: Checkpoint, dtype: str) -> Array:
     """Slices, reorders, widens and joins the sources of one need."""
     if len(need.sources) == 1:
         part = _take(need.sources[0], checkpoint)
-        return _as(part, checkpoint.info(need.sources[0].name).dtype, dtype)
+        part = _as(part, checkpoint.info(need.sources[0].name).dtype, dtype)
+        return part + np.float32(need.offset) if need.offset else part
     result = np.empty((0,))
     row = 0
     for source in need.sources:
@@ -133,7 +135,7 @@ def _take(source: Source, checkpoint: Checkpoint) -> Array:
         half = source.shape[0] // source.rope_heads // 2
         heads = stored.reshape(len(stored) // (2 * half), half, 2, *stored.shape[1:])
         stored = heads.swapaxes(1, 2).reshape(stored.shape)
-    return stored
+    return stored.reshape(-1, stored.shape[-1]) if stored.ndim > 2 else stored
 
 
 def _as(stored: Array, dtype: str, wanted: str) -> Array:
@@ -149,7 +151,7 @@ def _taken_shape(source: Source) -> tuple[int, ...]:
         shape[-1] = source.columns[1] - source.columns[0]
     if source.rows:
         shape[0] = source.rows[1] - source.rows[0]
-    return tuple(shape)
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 2 else tuple(shape)
 
 
 def _unfit(source: Source, info: TensorInfo) -> str:

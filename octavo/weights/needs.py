@@ -23,8 +23,15 @@ class Source:
 
 @dataclass(frozen=True)
 class TensorNeed:
-    """One tensor of the model: internal name, final shape, and the sources joined along dim 0."""
+    """One tensor of the model: internal name, final shape, and the sources joined along dim 0.
+
+    Sources of three dimensions (experts) count as the rows of all their matrices, one after the other.
+    """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
+    offset: float = 0.0
+    """added to every element, in float32"""
+    wide: bool = False
+    """keep float32, even when the model runs in a narrower type"""

@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
 class Sequences:
     """`count` sequences of up to `max_len` tokens in one KV pool; their blocks lie in a shuffled order."""
 
-    def __init__(self, decoder: Decoder, count: int, *, block_size: int = 16, max_len: int = 128, seed: int = 0) -> None:
+    def __init__(
+        self, decoder: Decoder, count: int, *, block_size: int = 16, max_len: int = 128, seed: int = 0
+    ) -> None:
         self._decoder, self._block_size = decoder, block_size
         columns = -(-max_len // block_size)
         blocks = list(range(1, count * columns + 1))
@@ -106,7 +108,7 @@ def save_folder(model: Any, folder: Path, shards: int = 1) -> Path:
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    state = {name: tensor.contiguous() for name, tensor in _as_published(model).items() if name not in tied}
     if shards == 1:
         save_file(state, folder / "model.safetensors")
         return folder
@@ -117,6 +119,23 @@ def save_folder(model: Any, folder: Path, shards: int = 1) -> Path:
     index = {"metadata": {"total_size": 0}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def _as_published(model: Any) -> dict[str, Tensor]:
+    """The tensors as checkpoints have them: each expert apart, where transformers keeps them together."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            state[name] = tensor
+            continue
+        prefix = name.rpartition(".")[0]
+        for expert, part in enumerate(tensor):
+            if name.endswith("down_proj"):
+                state[f"{prefix}.{expert}.down_proj.weight"] = part
+            else:
+                gate, up = part.chunk(2)
+                state |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+    return state
 
 
 def opened(folder: Path, **options: Any) -> OpenedModel:
@@ -151,11 +170,12 @@ def assert_equal_to_rival(
     chunk: int = 64,
     block_size: int = 16,
     steps: int = 10,
+    max_len: int = 128,
     within: float = 1e-4,
 ) -> None:
     """Chunked prefill of all prompts together, then greedy decoding: logits of every position, and every id."""
     prompts = random_prompts(rival.config.vocab_size, lengths)
-    sequences = Sequences(decoder, len(prompts), block_size=block_size)
+    sequences = Sequences(decoder, len(prompts), block_size=block_size, max_len=max_len)
     prefill = sequences.prefill(prompts, chunk)
     ids, decoded = sequences.greedy([int(logits[-1].argmax()) for logits in prefill], steps)
     for prompt, first, new, rest in zip(prompts, prefill, ids, decoded, strict=True):

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.model.driver import assert_equal_to_rival, load, make_rival, save_folder
 
@@ -32,6 +41,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.5, 3.0],
+    "long_factor": [2.0] * 8,
+}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA = {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "query_pre_attn_scalar": 24}
+MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -43,6 +65,29 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3-mha-tied": (Qwen3Config, {"head_dim": 24, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3-bias": (Qwen3Config, {"head_dim": 32, "attention_bias": True}),
+    "qwen3-window": (
+        Qwen3Config,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 24}),
+    "mistral-no-window": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {"use_sliding_window": False, "sliding_window": 8, "tie_word_embeddings": True}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen2-yarn": (Qwen2Config, {"rope_parameters": YARN_ROPE}),
+    "gemma2": (Gemma2Config, GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (Gemma3TextConfig, GEMMA | {"rope_parameters": GEMMA_ROPES}),
+    "gemma3-types": (
+        Gemma3TextConfig,
+        GEMMA | {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_key_value_heads": 1},
+    ),
+    "phi3": (Phi3Config, {"sliding_window": 8, "num_key_value_heads": 4}),
+    "phi3-longrope": (
+        Phi3Config,
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 512},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, MOE),
+    "qwen3-moe-sparse": (Qwen3MoeConfig, MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3-moe-dense": (Qwen3MoeConfig, MOE | {"mlp_only_layers": [1]}),
 }
 
 

@@ -10,12 +10,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import ModelError
-from octavo.model.families import llama, qwen3
+from octavo.model.families import gemma, llama, mistral, phi3, qwen2, qwen3
 from octavo.model.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+    "Gemma2ForCausalLM": gemma.gemma2_spec,
+    "Gemma3ForCausalLM": gemma.gemma3_spec,
+    "Gemma3ForConditionalGeneration": gemma.gemma3_text_spec,
     "LlamaForCausalLM": llama.spec,
+    "MinistralForCausalLM": mistral.spec,
+    "MistralForCausalLM": mistral.spec,
+    "Phi3ForCausalLM": phi3.spec,
+    "Qwen2ForCausalLM": qwen2.spec,
     "Qwen3ForCausalLM": qwen3.spec,
+    "Qwen3MoeForCausalLM": qwen3.moe_spec,
 }
 
 
