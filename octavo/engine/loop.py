@@ -39,8 +39,12 @@ class EngineLoop:
     def step(self) -> list[TokenBatch]:
         """Plan and launch one step, take in those that are due; returns what is new, oldest first."""
         step = self.scheduler.plan()
+        drain = step is None
         if step is not None:
-            self._in_flight.append((step, self._launch(step)))
+            ticket = self._launch(step)
+            # A step that did not run left table writes undone: nothing may be launched on top before that is known.
+            drain = isinstance(ticket, Exception)
+            self._in_flight.append((step, ticket))
             self._idle_plans = 0
         elif not self._in_flight:
             # Making room can take a plan of its own; twice nothing with work left means that nothing ever comes.
@@ -49,7 +53,7 @@ class EngineLoop:
                 self._idle_plans < 3 or not self.scheduler.has_work(), "work is left but nothing can be planned"
             )
         batches = []
-        while self._in_flight and (step is None or len(self._in_flight) > self.depth):
+        while self._in_flight and (drain or len(self._in_flight) > self.depth):
             batches.append(self._commit(*self._in_flight.popleft()))
         ended = self.scheduler.take_ended()
         if ended:

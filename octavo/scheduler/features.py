@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.scheduler.plan import P_CHILD, P_LENGTH, P_ROW, X_BAN_UNTIL
-from octavo.scheduler.slots import HAS_STOP_IDS, IS_RARE
+from octavo.scheduler.slots import HAS_STOP_IDS, IS_BEAM, IS_RARE
 from octavo.types import EngineRequest
 
 I32 = NDArray[np.int32]
@@ -23,6 +23,8 @@ def row_flags(request: EngineRequest, stop_ids: frozenset[int]) -> int:
     flags = HAS_STOP_IDS if stop_ids else 0
     if request.logprobs >= 0 or request.min_tokens > 0:
         flags |= IS_RARE
+    if request.beam:
+        flags |= IS_BEAM
     return flags
 
 

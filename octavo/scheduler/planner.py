@@ -11,7 +11,7 @@ import numpy as np
 from octavo.scheduler.features import rare_words, set_up_block
 from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
 from octavo.scheduler.records import I32, I64, Step
-from octavo.scheduler.slots import DECODE, ENDING, IS_RARE, PREFILL, SHARED_TAIL, Sequence
+from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREFILL, SHARED_TAIL, Sequence
 from octavo.scheduler.state import NO_BLOCKS, SchedulerState
 
 # Answers of `_try_admit`.
@@ -31,6 +31,7 @@ class Planner:
         self.published: list[tuple[int, list[int]]] = []
         self.budget = state.limits.max_num_batched_tokens
         self.mark = state.pool.mark
+        self.rewritten: set[int] = set()  # published blocks that a last owner writes again in this plan
         self.held_back = False  # someone gave way or sat out: admit nobody
 
     def make(self) -> Step | None:
@@ -133,6 +134,8 @@ class Planner:
             blocks[column] = copy
             if slots.device_row[row]:  # else the whole table is written at admission
                 self.draft.write_table(int(slots.device_row[row]), column, blocks[column : column + 1])
+        else:
+            self.rewritten.add(int(block[0]))
         slots.flags[row] &= ~SHARED_TAIL
         return True
 
@@ -180,7 +183,8 @@ class Planner:
         if end == known:
             flags |= SAMPLE
             slots.known[row] = known + 1
-            slots.state[row] = DECODE if known + 1 < slots.limit[row] else ENDING
+            more = known + 1 < slots.limit[row] and not slots.flags[row] & IS_BEAM
+            slots.state[row] = DECODE if more else ENDING
             if sequence.dormant:
                 self._fork(row, sequence)
         self.chunks.append((row, start, length, flags))
@@ -232,12 +236,13 @@ class Planner:
         if self.draft.table and self.draft.table_writes + total > self.limits.table_capacity:
             return NO_ROOM
         hit = NO_BLOCKS
+        column = (known - 1) >> self.state.shift  # of the block that a fork writes first
         if sequence.forked is not None:
-            need = int(pool.ref[sequence.forked[-1]] > 1)
+            need = 1 if column == len(sequence.forked) else int(pool.ref[sequence.forked[column]] > 1)
         else:
             # The last token is always computed: somebody must yield the logits after it.
             hit = pool.match(sequence.keys[: (known - 1) >> self.state.shift])
-            if np.count_nonzero(pool.filled_at[hit] == self.state.step):  # filled by this very plan
+            if self._is_written_now(hit):
                 return NOT_NOW
             need = total - len(hit)
         spare = pool.free - (self.limits.watermark if self.state.busy else 0)
@@ -247,7 +252,9 @@ class Planner:
                 return self._try_admit(row)
             return NO_ROOM
         if sequence.forked is not None:
-            if not self._unshare(row, (known - 1) >> self.state.shift):
+            if column == len(sequence.forked):
+                sequence.forked = np.concatenate([sequence.forked, pool.take(1)])
+            elif not self._unshare(row, column):
                 return NO_ROOM
             blocks = sequence.forked
         else:
@@ -260,6 +267,12 @@ class Planner:
                 self.stats.prefix_hit_tokens += sequence.cached
         self._set_up(row, sequence, blocks)
         return ADMITTED
+
+    def _is_written_now(self, blocks: I32) -> bool:
+        """Whether this very plan writes one of some cached blocks: whoever needs it waits one step."""
+        if np.count_nonzero(self.pool.filled_at[blocks] == self.state.step):
+            return True
+        return bool(self.rewritten) and not self.rewritten.isdisjoint(blocks.tolist())
 
     def _set_up(self, row: int, sequence: Sequence, blocks: I32) -> None:
         """A device row for an admitted sequence: its table, parameters and known tokens."""

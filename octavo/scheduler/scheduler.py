@@ -14,11 +14,13 @@ victim of a later one; nothing is admitted in a step in which someone had to giv
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import invariant
+from octavo.scheduler import beam
 from octavo.scheduler.planner import Planner
 from octavo.scheduler.records import (
     ABORT,
@@ -126,6 +128,10 @@ class Scheduler:
             place = np.cumsum(good) - 1
             batch.logprobs = {int(place[i]): value for i, value in logprobs.items() if good[i]}
         return batch
+
+    def regroup(self, request_id: int, choices: Items[tuple[int, int]]) -> None:
+        """How the beams of a request go on; see `octavo.scheduler.beam`."""
+        beam.regroup(self.state, request_id, choices)
 
     def take_ended(self) -> list[Ended]:
         """Ends that no commit has reported yet, e.g. of requests aborted while nothing was in flight."""

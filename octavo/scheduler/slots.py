@@ -31,6 +31,7 @@ STATES = ("empty", "waiting", "prefill", "decode", "ending", "preempted", "dead"
 HAS_STOP_IDS = 1  # more stop ids than the one in column `eos`
 SHARED_TAIL = 2  # the next block written may be shared: copy on write
 IS_RARE = 4  # the step needs the uncaptured sampler
+IS_BEAM = 8  # after each token the sequence stays ENDING until `octavo.scheduler.beam.regroup` says how it goes on
 
 COLUMNS = (
     "state",
@@ -101,6 +102,10 @@ class SlotTable:
         self._data = data
         for name, column in zip(COLUMNS, data, strict=True):
             setattr(self, name, column)
+
+    def columns(self) -> I64:
+        """All columns as one array [len(COLUMNS), rows], for checks."""
+        return self._data
 
     def take(self) -> int:
         """A free row, all zeros. Doubles the table when there is none."""

@@ -117,7 +117,7 @@ class SchedulerState:
             slots.sequences[row] = Sequence(request, row, prompt, list(keys), params, stop_ids)
             slots.state[row] = WAITING
             slots.known[row] = len(prompt)
-            slots.limit[row] = request.limit
+            slots.limit[row] = request.limit + request.beam  # the search itself ends its beams
             slots.eos[row] = request.eos[0] if request.eos else -1
             slots.flags[row] = row_flags(request, stop_ids)
             slots.order[row] = self.arrivals
@@ -125,7 +125,8 @@ class SchedulerState:
             slots.child[row] = child
             rows.append(row)
         self.requests[request.id] = rows
-        slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
+        if not request.beam:
+            slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
         self.enqueue(rows[0])
         return rows
 

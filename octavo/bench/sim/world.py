@@ -1,0 +1,263 @@
+"""World: the real scheduler and the real loop on a `FakeRunner`, with every check after every step.
+
+`step` applies the events of one step, turns the loop once, compares what came out with the oracle and recounts all
+invariants. `drain` stops the traffic and expects everything to end within a bound. Anything that is not as it must
+be raises `Violation`; so does any exception of the scheduler, the loop or the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.bench.sim import checks
+from octavo.bench.sim.case import Abort, Event, Fault, SimConfig, Submit
+from octavo.bench.sim.checks import Seen, ensure
+from octavo.bench.sim.oracle import Expected, Ledger, Violation, must_refuse
+from octavo.engine.loop import EngineLoop
+from octavo.errors import EngineError, RequestError
+from octavo.runner.base import StepError, TokenLogprobs
+from octavo.runner.fake import FakeRunner, Ticket
+from octavo.scheduler.records import ABORT, ERROR, RUNNING, Limits, Stats, TokenBatch
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.slots import ENDING, PREEMPTED, WAITING
+
+
+class WatchedRunner(FakeRunner):
+    """Calls `before` with the words of each plan, and `after` when it was launched."""
+
+    before: Callable[[list[int]], None]
+    after: Callable[[], None]
+
+    def launch(self, words: NDArray[np.int32]) -> Ticket:
+        """As the base class."""
+        self.before(words.tolist())
+        try:
+            ticket = super().launch(words)
+        except (StepError, EngineError):
+            raise
+        except Exception as error:  # the loop would take it for the loss of one step
+            raise Violation(f"{type(error).__name__} in the runner: {error}") from error
+        self.after()
+        return ticket
+
+
+class World:
+    """One simulation. `finished`: texts of requests that ended well, (salt number, tokens), newest last."""
+
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        limits = Limits(
+            max_num_seqs=config.seqs,
+            max_num_batched_tokens=config.budget,
+            max_model_len=config.max_len,
+            block_size=config.block_size,
+            blocks=config.usable + 1,
+            vocab_size=config.vocab,
+            prefix_cache=config.prefix_cache,
+            watermark=config.watermark,
+        )
+        self.scheduler = Scheduler(limits)
+        self.runner = WatchedRunner(
+            rows=config.seqs,
+            max_len=config.max_len,
+            block_size=config.block_size,
+            blocks=config.usable + 1,
+            vocab_size=config.vocab,
+        )
+        self.runner.before, self.runner.after = self._before_launch, self._after_launch
+        self.loop = EngineLoop(self.scheduler, self.runner, config.depth)
+        self.ledger = Ledger(config)
+        self.finished: list[tuple[int, list[int]]] = []
+        self.count = Stats()  # recounted here from plans and results
+        self.aborts = self.errors = self.submitted = self.refused = 0
+        self.ended_preemptions = 0
+        self.now = 0
+        self.may_fail: set[int] = set()
+        self.lost: int | None = None  # number of the step that was lost, until that is reported
+        self.deadlines: dict[int, int] = {}  # request -> step by which it must have ended
+        self.oldest: tuple[tuple[int, ...], int] = ((), 0)
+
+    def live(self) -> list[int]:
+        """Ids of the requests that are not over."""
+        return list({number: None for (number, _), one in self.ledger.live.items() if not one.over})
+
+    def step(self, events: list[Event]) -> None:
+        """One step; raises Violation."""
+        self.now += 1
+        try:
+            for event in events:
+                self._apply(event)
+            self._turn()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+
+    def drain(self) -> None:
+        """No more traffic: everything ends within a bound, and nothing is left behind."""
+        bound = self.now + 20 + self._work()
+        while self.scheduler.has_work():
+            ensure(self.now < bound, f"stall: {len(self.live())} requests are left after {bound} steps")
+            self.step([])
+        checks.check_idle(self.scheduler)
+        left = [key for key, one in self.ledger.live.items() if not one.reported]
+        ensure(not left, f"I9: no end was reported for {left[:3]}")
+
+    def _work(self) -> int:
+        """Steps that the live sequences may take, one after the other, a token at a time."""
+        tokens = sum(one.spec.limit for one in self.ledger.live.values() if not one.over)
+        return (self.config.depth + 2) * (tokens + 10)
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Fault):
+            self.runner.inject(event.kind, event.victim)
+        elif isinstance(event, Abort):
+            children = [key for key in self.ledger.live if key[0] == event.id and event.child in (None, key[1])]
+            for key in children:
+                if not self.ledger.live[key].over:
+                    self.ledger.live[key].over = self.ledger.live[key].aborted = True
+                    self.aborts += 1
+            self.scheduler.abort(event.id, event.child)
+        else:
+            self._submit(event)
+
+    def _submit(self, event: Submit) -> None:
+        request = self.ledger.request(event.id, event.spec)
+        refuse = must_refuse(event.spec, self.config)
+        try:
+            self.scheduler.submit(request)
+        except RequestError as error:
+            ensure(refuse, f"request {event.id} was refused: {error}")
+            self.refused += 1
+            return
+        ensure(not refuse, f"request {event.id} can never run, and was not refused")
+        self.submitted += 1
+        self.ledger.expect(event.id, event.spec, request.root)
+        self.deadlines[event.id] = self.now + 50 + self._work()
+
+    def _turn(self) -> None:
+        state = self.scheduler.state
+        if self.runner.armed or self.lost is not None:
+            self.may_fail.update(self.live())  # until the loss is reported, whoever is there may have built on it
+        batches = self._loop_step()
+        for batch in batches:
+            self._receive(batch)
+        if self.lost is not None and (not state.in_flight or state.in_flight[0].number > self.lost):
+            self.lost = None
+        seen = checks.look(self.scheduler)
+        ref = checks.check_blocks(self.scheduler, seen)
+        checks.check_index(self.scheduler, self.runner, self.ledger, contents=self.lost is None)
+        checks.check_sharing(self.scheduler, seen, ref)
+        checks.check_rows(self.scheduler, seen)
+        self._check_counters(seen)
+        self._check_progress(seen)
+
+    def _loop_step(self) -> list[TokenBatch]:
+        armed, before = self.runner.armed, self.scheduler.state.step
+        batches = self.loop.step()
+        ensure(self.scheduler.state.step == before + 1, "the loop makes one plan a step")
+        if armed and not self.runner.armed:
+            self.lost = self.scheduler.state.step
+        return batches
+
+    def _before_launch(self, words: list[int]) -> None:
+        """Limits of a plan, and counters of work done from its own words."""
+        checks.check_plan(self.scheduler, words)
+        rows, decode_rows = words[3], words[5]
+        flags = words[32 + 3 * rows : 32 + 4 * rows]
+        ensure(all(flag & 2 == 0 for flag in flags[:decode_rows]), "I6: a decode row is fed by the host")
+        self.count.steps += 1
+        self.count.prompt_tokens_computed += words[4] - decode_rows
+        self.count.block_copies += words[13]
+        pool = self.scheduler.state.pool
+        self.count.peak_blocks = max(self.count.peak_blocks, pool.usable - pool.free)
+
+    def _after_launch(self) -> None:
+        checks.check_writes(self.scheduler, self.runner)
+
+    def _receive(self, batch: TokenBatch) -> None:
+        """I9, I10: tokens and ends as the oracle has them."""
+        columns = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
+        for i, (number, child, token) in enumerate(columns):
+            one = self.ledger.live.get((number, child))
+            if one is None or one.over:
+                raise Violation(f"I9: a token came for request {number}.{child}, which is over")
+            if one.got >= len(one.tokens) or one.tokens[one.got] != token:
+                raise Violation(
+                    f"I10: token {one.got} of request {number}.{child} is {token}, alone it is "
+                    f"{one.tokens[one.got] if one.got < len(one.tokens) else 'not there'}"
+                )
+            self._check_logprobs(one, token, batch.logprobs.get(i))
+            one.got += 1
+            self.count.generated_tokens += 1
+        for end in batch.ended:
+            one = self.ledger.live.get((end.request_id, end.child))
+            name = f"request {end.request_id}.{end.child}"
+            if one is None or one.reported:
+                raise Violation(f"I9: {name} ended twice, or never began")
+            self._check_end(name, end.request_id, one, end.reason, end.cached_tokens)
+            one.over = one.reported = True
+            self.ended_preemptions += end.preemptions
+            self._forget(end.request_id)
+
+    def _check_logprobs(self, one: Expected, token: int, value: object) -> None:
+        wanted = one.spec.logprobs >= 0
+        ensure(isinstance(value, TokenLogprobs) == wanted, "I10: logprobs where none belong, or none where some do")
+        if isinstance(value, TokenLogprobs):
+            ensure(
+                value.chosen == -1.0 - token and value.rank == len(one.spec.prompt) + one.got,
+                "I10: logprobs of another token",
+            )
+
+    def _check_end(self, name: str, number: int, one: Expected, reason: int, cached: int) -> None:
+        ensure(reason != RUNNING and not (one.aborted and reason != ABORT), f"I9: {name} ended with reason {reason}")
+        if reason == ABORT:
+            ensure(one.aborted, f"I9: {name} ended as aborted, but nobody aborted it")
+        elif reason == ERROR:
+            ensure(number in self.may_fail, f"I9: {name} failed, but nothing that concerns it did")
+            self.errors += 1
+        else:
+            ensure(reason == one.reason, f"I10: {name} ended with reason {reason}, alone with {one.reason}")
+            ensure(one.got == len(one.tokens), f"I10: {name} ended after {one.got} of {len(one.tokens)} tokens")
+            salt = ("", "a", "b").index(one.spec.salt)
+            self.finished = [*self.finished[-20:], (salt, [*one.spec.prompt, *one.tokens])]
+        ensure(0 <= cached < len(one.spec.prompt), f"I11: {name} had {cached} cached tokens")
+
+    def _forget(self, number: int) -> None:
+        """Drop a request when all its children were reported."""
+        children = [key for key in self.ledger.live if key[0] == number]
+        if all(self.ledger.live[key].reported for key in children):
+            for key in children:
+                del self.ledger.live[key]
+            self.deadlines.pop(number, None)
+            self.may_fail.discard(number)
+
+    def _check_counters(self, seen: list[Seen]) -> None:
+        """I11."""
+        stats, count = self.scheduler.stats, self.count
+        computed = stats.prompt_tokens_computed + stats.recomputed_tokens
+        ensure(computed == count.prompt_tokens_computed, "I11: tokens fed by the host")
+        for name in ("generated_tokens", "steps", "block_copies", "peak_blocks"):
+            mine, theirs = getattr(count, name), getattr(stats, name)
+            ensure(mine == theirs, f"I11: {name} is {theirs}, recounted {mine}")
+        live = sum(one.sequence.preemptions for one in seen if checks.alive(one))
+        preemptions = self.ended_preemptions + live
+        ensure(stats.preemptions == preemptions, f"I11: {stats.preemptions} preemptions, {preemptions} in the tables")
+
+    def _check_progress(self, seen: list[Seen]) -> None:
+        """The first in the order of service never stands still; nobody waits for ever."""
+        for number, deadline in self.deadlines.items():
+            ensure(self.now <= deadline, f"stall: request {number} did not end by step {deadline}")
+        running = [one for one in seen if WAITING < one["state"] <= ENDING]
+        if not running:
+            return
+        first = min(running, key=lambda one: one["order"])
+        ensure(first["state"] != PREEMPTED, "the first in the order of service gave way")
+        mark = (first["request_id"], first["child"], first["computed"], first["in_flight"])
+        if mark != self.oldest[0]:
+            self.oldest = (mark, self.now)
+        patience = 4 + 2 * self.config.depth + len(running)
+        ensure(self.now - self.oldest[1] <= patience, f"stall: {first} made no progress in {patience} steps")
