@@ -119,6 +119,31 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches; names and meanings as in vLLM, `early_stopping` as in transformers.
+
+    length_penalty: a beam's score is its sum of log-probabilities divided by its length to this power.
+    early_stopping: True stops at `beam_width` finished beams, False when no running beam scores better now, "never"
+    when none ever can.
+    """
+
+    beam_width: int = 4
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, MAX_N)
+        _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(
+                f"early_stopping is {self.early_stopping!r}.", 'Give True, False or "never".', "early_stopping"
+            )
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One validated request as the engine sees it: `n` sequences over one prompt.
 
@@ -142,6 +167,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int = -1
+    beam: bool = False
     priority: int = 0
     tenant: str = ""
 
@@ -169,6 +195,22 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSequence:
+    """One finished beam: new token ids, their text, the sum of log-probabilities over length as the score."""
+
+    tokens: list[int]
+    text: str
+    score: float
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The finished beams of one prompt, best first."""
+
+    sequences: list[BeamSequence]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Beam search: which continuations live on, which are finished, when to stop. Lists only; no model, no cache.
+"""Beam search: which continuations live on, which are finished, when to stop.
 
 Each turn takes, for every running beam, its best candidates with their log-probabilities, and says how the beams go
 on: for each new beam its parent and its token. A beam whose token ends it is kept as finished with its score, which
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from octavo.scheduler.records import TokenBatch
+from octavo.scheduler.scheduler import Scheduler
 
 EarlyStopping = bool | Literal["never"]
 
@@ -93,3 +96,37 @@ class BeamSearch:
     def results(self) -> list[Beam]:
         """Finished beams, best first."""
         return list(self.finished)
+
+
+class BeamGroup:
+    """A beam search on the scheduler: collects the candidates of one request and tells it how the beams go on."""
+
+    def __init__(self, request_id: int, search: BeamSearch) -> None:
+        self.request_id = request_id
+        self.search = search
+        self.error = False
+        self._candidates: dict[int, list[tuple[int, float]]] = {}
+        self._places = [0]  # child that holds each running beam
+
+    @property
+    def done(self) -> bool:
+        """True when the search has ended."""
+        return self.search.done or self.error
+
+    def take_in(self, batch: TokenBatch, scheduler: Scheduler) -> None:
+        """Look for this request in a batch; regroup when all its running children have their candidates."""
+        if any(end.request_id == self.request_id for end in batch.ended):
+            self.error = not self.search.done
+        for i in (batch.request_id == self.request_id).nonzero()[0].tolist():
+            found: Any = batch.logprobs[i]
+            pairs = zip(found.ids.tolist(), found.values.tolist(), strict=True)
+            self._candidates[int(batch.child[i])] = list(pairs)
+        if self.done or len(self._candidates) < len(self._places):
+            return
+        turns = self.search.advance([self._candidates[child] for child in self._places])
+        self._candidates = {}
+        if turns:
+            scheduler.regroup(self.request_id, [(self._places[parent], token) for parent, token in turns])
+            self._places = list(range(len(turns)))
+        else:
+            scheduler.abort(self.request_id)

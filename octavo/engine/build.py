@@ -6,6 +6,7 @@ tensors, options that do not fit. Heavy imports happen inside, so that naming a 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,18 +114,43 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
         from octavo.runner.native import build_native
 
         facts = resolve(config, Hardware("cpu", free_memory()), model_facts)
-        runner: Runner = build_native(spec, model.needs, model.checkpoint, dtype=dtype, **_pool_of(facts))
+        runner: Runner = build_native(
+            spec,
+            model.needs,
+            model.checkpoint,
+            dtype=dtype,
+            blocks=facts.blocks,
+            block_size=facts.block_size,
+            rows=facts.max_num_seqs,
+            max_len=facts.max_model_len,
+        )
     else:
-        from octavo.runner.build import build_decoder, pick_device, torch_dtype
-        from octavo.runner.torch_runner import TorchRunner
-
-        device = pick_device(config.model.device)
-        resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
-        decoder = build_decoder(spec, model.needs, model.checkpoint, torch_dtype(dtype), device)
-        facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
-        runner = TorchRunner(decoder, **_pool_of(facts))
+        runner, facts = _torch_runner(config, model, model_facts)
     _log.info("%s", facts.line())
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+
+
+def _torch_runner(config: EngineConfig, model: OpenedModel, model_facts: ModelFacts) -> tuple[Runner, Facts]:
+    """Captured graphs and Triton kernels on CUDA, else torch's own operations."""
+    from octavo.runner.build import build_decoder, pick_device, torch_dtype
+    from octavo.runner.torch_runner import TorchRunner
+
+    device = pick_device(config.model.device)
+    if device.type == "cuda" and model_facts.dtype != "float64" and importlib.util.find_spec("triton") is not None:
+        from octavo.runner.startup import build_cuda
+
+        return build_cuda(config, model.spec, model.needs, model.checkpoint, model_facts)
+    resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
+    decoder = build_decoder(model.spec, model.needs, model.checkpoint, torch_dtype(model_facts.dtype), device)
+    facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
+    runner = TorchRunner(
+        decoder,
+        blocks=facts.blocks,
+        block_size=facts.block_size,
+        rows=facts.max_num_seqs,
+        max_len=facts.max_model_len,
+    )
+    return runner, facts
 
 
 def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
@@ -150,15 +176,6 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _pool_of(facts: Facts) -> dict[str, int]:
-    return {
-        "blocks": facts.blocks,
-        "block_size": facts.block_size,
-        "rows": facts.max_num_seqs,
-        "max_len": facts.max_model_len,
-    }
 
 
 def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner) -> Engine:

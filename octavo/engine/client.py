@@ -10,8 +10,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from octavo.engine.beam import BeamParams
 from octavo.errors import RequestError
 from octavo.scheduler.keys import chain_keys, root_key
 from octavo.types import EngineRequest, SamplingParams
@@ -52,6 +54,13 @@ def prompt_array(ids: Sequence[int], limits: ModelLimits) -> np.ndarray:
                 "prompt",
             )
     return np.asarray(ids, np.int32)
+
+
+def build_beam_request(number: int, ids: Sequence[int], search: BeamParams, limits: ModelLimits) -> EngineRequest:
+    """A request for beam search: `width` children that share a prompt, each token with its best candidates."""
+    params = SamplingParams(n=search.width, temperature=0.0, max_tokens=search.max_tokens, ignore_eos=True)
+    plain = build_request(number, ids, params, limits)
+    return msgspec.structs.replace(plain, beam=True, logprobs=min(search.candidates, limits.vocab_size))
 
 
 def build_request(

@@ -18,14 +18,15 @@ from typing import Any
 from tqdm import tqdm
 
 from octavo.config import engine_config
+from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
 from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
-from octavo.engine.client import build_request
-from octavo.errors import ModelError, RequestError
+from octavo.engine.client import build_beam_request, build_request
+from octavo.errors import EngineError, ModelError, RequestError
 from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
 from octavo.text.outputs import RequestText
 from octavo.text.template import render_chat
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import RequestOutput, SamplingParams
+from octavo.types import BeamSearchOutput, BeamSearchParams, BeamSequence, RequestOutput, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class LLM:
         self._engine: Engine = build_engine(config, opened)
         self._numbers = itertools.count()
         self._texts: dict[int, RequestText] = {}
+        self._beams: dict[int, BeamGroup] = {}
 
     @property
     def engine(self) -> Engine:
@@ -141,6 +143,47 @@ class LLM:
         )
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of all prompts, `beam_width` each; results in the order of the prompts."""
+        params = params or BeamSearchParams()
+        limits = self._engine.limits
+        added: list[int] = []
+        try:
+            for prompt in _as_prompts(prompts):
+                ids = self._prompt_ids(prompt)[1]
+                search = BeamParams(
+                    width=params.beam_width,
+                    max_tokens=min(params.max_tokens, limits.max_model_len - len(ids)),
+                    eos=frozenset() if params.ignore_eos else frozenset(limits.eos_ids),
+                    length_penalty=params.length_penalty,
+                    early_stopping=params.early_stopping,  # type: ignore[arg-type]
+                )
+                number = next(self._numbers)
+                self._engine.scheduler.submit(build_beam_request(number, ids, search, limits))
+                self._beams[number] = BeamGroup(number, BeamSearch(search))
+                added.append(number)
+            while any(not self._beams[number].done for number in added):
+                self._step()
+            return [self._beam_output(self._beams[number]) for number in added]
+        finally:
+            for number in added:
+                self._engine.scheduler.abort(number)
+                del self._beams[number]
+
+    def _beam_output(self, group: BeamGroup) -> BeamSearchOutput:
+        if group.error:
+            raise EngineError("The model's logits were not finite during a beam search.", "Try another dtype.")
+        hidden = set(self._engine.limits.eos_ids)
+        decode = (lambda ids: "") if self.tokenizer is None else self.tokenizer.decode
+        return BeamSearchOutput(
+            [
+                BeamSequence(list(b.tokens), decode([t for t in b.tokens if t not in hidden]), b.score)
+                for b in group.search.results()
+            ]
+        )
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
@@ -221,6 +264,8 @@ class LLM:
         return touched
 
     def _take_in(self, batch: TokenBatch, touched: set[int]) -> None:
+        for group in self._beams.values():
+            group.take_in(batch, self._engine.scheduler)
         stops = {(end.request_id, end.child) for end in batch.ended if end.reason == STOP}
         rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
         for i, (number, child, token) in enumerate(rows):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.engine.beam import BeamParams, BeamSearch
+from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
+from octavo.engine.client import build_beam_request
+from octavo.types import SamplingParams
+from tests.engine.tiny import TinyEngine, tiny_decoder
 
 VOCAB, EOS = 24, 3
 
@@ -71,3 +74,59 @@ def test_equal_to_transformers(model, early_stopping, length_penalty, width):
             theirs = expected.sequences[i, len(prompt) :].tolist()
             assert list(beam.tokens) == theirs[: len(beam.tokens)]
             assert beam.score == pytest.approx(float(expected.sequences_scores[i]), abs=1e-3)
+
+
+def test_on_the_engine_it_equals_the_same_search_without_a_cache():
+    """Forks, copies and regrouping change nothing: beams of a tiny model, alone and beside other requests."""
+    decoder = tiny_decoder()
+    params = BeamParams(4, 24, frozenset({EOS}), 0.7, False)
+    prompts = [[5 + i % 100 for i in range(length)] for length in (7, 16, 33, 200)]
+    alone = []
+    for ids in prompts:
+        (beams, stats) = beams_of(TinyEngine(decoder), [ids], params)
+        alone.append(beams[0])
+        assert stats.block_copies > 0
+        scored = BeamSearch(params)
+        engine = TinyEngine(decoder, cache=False)
+        while not scored.done:  # every beam recomputed from nothing
+            candidates = []
+            for number, beam in enumerate(scored.running):
+                key = len(scored.running[0].tokens) * 100 + number
+                greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=params.candidates, ignore_eos=True)
+                engine.submit(key, ids + list(beam.tokens), greedy)
+                engine.run()
+                best = engine.best[key, 0][0]
+                candidates.append(list(zip(best.ids.tolist(), best.values.tolist(), strict=True)))
+            scored.advance(candidates)
+        assert [b.tokens for b in scored.results()] == [b.tokens for b in beams[0]]
+        assert [b.score for b in scored.results()] == pytest.approx([b.score for b in beams[0]], abs=1e-4)
+    for options in ({}, {"depth": 1}, {"block_size": 8, "budget": 16}, {"blocks": 40, "max_len": 640}):
+        together, _ = beams_of(TinyEngine(decoder, **options), prompts, params)
+        assert [[b.tokens for b in beams] for beams in together] == [[b.tokens for b in beams] for beams in alone]
+
+
+def beams_of(engine: TinyEngine, prompts: list[list[int]], params: BeamParams):
+    groups = []
+    for number, ids in enumerate(prompts):
+        engine.scheduler.submit(build_beam_request(number, ids, params, engine.limits))
+        groups.append(BeamGroup(number, BeamSearch(params)))
+    while not all(group.done for group in groups):
+        for batch in engine.loop.step():
+            for group in groups:
+                group.take_in(batch, engine.scheduler)
+    while engine.scheduler.has_work():
+        engine.step()
+    pool = engine.scheduler.state.pool
+    assert pool.free == pool.usable
+    return [group.search.results() for group in groups], engine.scheduler.stats
+
+
+def test_width_costs_few_blocks():
+    decoder = tiny_decoder()
+    ids = list(range(3, 103)) * 10
+    peaks = []
+    for width in (1, 4):
+        engine = TinyEngine(decoder, max_len=2048)
+        _, stats = beams_of(engine, [ids], BeamParams(width, 64))
+        peaks.append(stats.peak_blocks)
+    assert peaks[1] < 1.3 * peaks[0]

@@ -6,6 +6,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.types import BeamSearchParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PARIS = "The capital of France is Paris."
@@ -121,3 +122,40 @@ def test_cached_tokens_are_reported(llm):
 def test_options_that_cannot_be(options, error, words):
     with pytest.raises(error, match=words):
         LLM(**options)
+
+
+@pytest.mark.parametrize(("length_penalty", "early_stopping"), [(1.0, False), (2.0, True), (0.0, "never")])
+def test_beam_search_equals_transformers(llm, transformers_model, length_penalty, early_stopping):
+    import torch
+
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=12, length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    for text in ("The capital of France is", "Once upon a time, in a village by the river,"):
+        ids = llm.tokenizer.encode(text)
+        (output,) = llm.beam_search([text], params)
+        expected = transformers_model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            num_beams=4,
+            num_return_sequences=4,
+            max_new_tokens=12,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            do_sample=False,
+            eos_token_id=llm.tokenizer.eos_id,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        for beam, tokens, score in zip(output.sequences, expected.sequences, expected.sequences_scores, strict=True):
+            assert beam.tokens == tokens[len(ids) : len(ids) + len(beam.tokens)].tolist()
+            assert beam.score == pytest.approx(float(score), abs=1e-3)
+        assert output.sequences[0].text
+
+
+@pytest.fixture(scope="module")
+def transformers_model():
+    from octavo.bench.peer import load_transformers
+
+    return load_transformers(None, "float32", "auto")
