@@ -34,10 +34,12 @@ async def read_json(request: Request, kind: type[T]) -> T:
 async def read(request: Request) -> bytes:
     """The bytes of the body. Raises Problem."""
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced[:20]) > MAX_BODY:
-        raise _too_large()
+    length = int(announced[:20]) if announced.isdigit() else 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
+            if length > MAX_BODY:
+                await _discard(request, length)
+                raise _too_large()
             return await _read(request)
     except TimeoutError:
         raise Problem(408, f"The body did not arrive within {BODY_SECONDS:.0f} s.", headers=_CLOSE) from None
@@ -61,6 +63,13 @@ async def _read(request: Request) -> bytes:
         return b"".join(parts)
     finally:
         _reading -= size
+
+
+async def _discard(request: Request, length: int) -> None:
+    """Read a body that is little too large, so that the client is there to read the refusal; keep nothing."""
+    if length <= 4 * MAX_BODY:
+        async for _ in request.stream():
+            pass
 
 
 _CLOSE = {"connection": "close"}
