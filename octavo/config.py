@@ -42,6 +42,7 @@ class ModelConfig:
     )
     load_format: str = option("auto", "auto, or dummy for seeded random weights (config.json is enough)")
     device: str = option("auto", "cpu, cuda, torch-cpu (the CPU without native kernels), or auto")
+    enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying captured CUDA graphs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of the KV cache; a share of the free memory if left out"
     )
+    gpu_memory_utilization: float = option(0.9, "share of the card's memory for weights, steps and KV cache")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
 
@@ -88,13 +90,13 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; one that other machines reach needs a key")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    served_model_name: str | None = option(None, "names the model answers to, separated by commas; its own if left out")
+    served_model_name: str | None = option(None, "names it answers to, separated by commas; its own if left out")
     api_key: str | None = option(None, "keys that requests must carry, separated by commas; or OCTAVO_API_KEY")
     api_key_file: str | None = option(None, "file with further keys, one a line")
     admin_key: str | None = option(None, "key for /metrics and /debug; the API keys if left out; or OCTAVO_ADMIN_KEY")
     insecure_no_auth: bool = option(False, "listen to other machines without any key")
-    max_num_queued_reqs: int = option(1024, "sequences that may wait beyond those that run; more are refused with 429")
-    default_timeout: float = option(0.0, "seconds until a request ends with 504, 0 for no limit; timeout_s overrides it")
+    max_num_queued_reqs: int = option(1024, "sequences that may wait beside those that run; others get 429")
+    default_timeout: float = option(0.0, "seconds until a request ends with 504; 0: no limit; timeout_s overrides")
     shutdown_timeout: float = option(30.0, "seconds that running requests have to end after SIGTERM")
     watchdog_timeout: float = option(120.0, "seconds without a sign of life after which the engine is ended")
     supervise: bool = option(False, "start the engine again when it dies, instead of exiting with code 4")
@@ -184,7 +186,7 @@ class Facts:
 
 
 # Defaults by device: sequences at a time, tokens a step, depth, share of the free memory for KV, most bytes for KV.
-_DEFAULTS = {"cpu": (64, 512, 0, 0.25, 4 * GIB), "cuda": (256, 8192, 1, 0.9, 1 << 50)}
+_DEFAULTS = {"cpu": (64, 512, 0, 0.25, 4 * GIB), "cuda": (1024, 8192, 1, 1.0, 1 << 50)}
 
 
 def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:

@@ -30,6 +30,7 @@ from octavo.engine.client import ModelLimits, build_request
 from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Ready, Refused, Start, Submit, Tokens, unpack
 from octavo.env import engine_environment
 from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, RequestError
+from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.records import REASONS, STOP, TokenBatch
 from octavo.text.outputs import RequestText
 from octavo.text.tokenizer import Tokenizer
@@ -107,9 +108,9 @@ class Stream:
 class AsyncLLM:
     """A model and the process that runs it.
 
-    Made by `start` or `AsyncLLM.open` and `launch`. Attributes once it runs: `facts`, `limits`, `beat` (the engine's
-    last numbers), `last_sign` (when it last said anything), `tokenizer`, `name`. `failure` is set when the engine is
-    gone for good or until the next `launch`.
+    Made by `start`, or by `open` and `launch`. Attributes once it runs: `facts`, `limits`, `numbers` (the engine's
+    last ones), `last_sign` (when it last said anything), `tokenizer`, `name`. `failure` is set while there is no
+    engine any more, until the next `launch`.
     """
 
     def __init__(self, config: EngineConfig, name: str, tokenizer: Tokenizer) -> None:
@@ -117,13 +118,13 @@ class AsyncLLM:
         self.name = name
         self.tokenizer = tokenizer
         self.facts: Facts | None = None
-        self.beat: Beat | None = None
+        self.numbers: EngineNumbers | None = None
         self.last_sign = 0.0
         self.load_seconds = 0.0
         self.failure: OctavoError | None = None
         self.on_tokens: Callable[[Stream, int, float], None] | None = None
         self.on_end: Callable[[Stream], None] | None = None
-        self.on_beat: Callable[[Beat], None] | None = None
+        self.on_numbers: Callable[[EngineNumbers], None] | None = None
         self._limits: ModelLimits | None = None
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
@@ -188,7 +189,7 @@ class AsyncLLM:
         if self.tokenizer.vocab_size > self.limits.vocab_size:
             await self.close()
             raise ModelError(
-                f"The tokenizer has {self.tokenizer.vocab_size} ids, the model's vocabulary {self.limits.vocab_size}.",
+                f"The tokenizer has {self.tokenizer.vocab_size} ids, the model {self.limits.vocab_size}.",
                 "Use the tokenizer that belongs to the model.",
             )
 
@@ -296,9 +297,9 @@ class AsyncLLM:
         if isinstance(message, Tokens):
             self._take_in(unpack(message))
         elif isinstance(message, Beat):
-            self.beat = message
-            if self.on_beat is not None:
-                self.on_beat(message)
+            self.numbers = message.numbers
+            if self.on_numbers is not None:
+                self.on_numbers(message.numbers)
         elif isinstance(message, Refused):
             stream = self._streams.pop(message.id, None)
             if stream is not None:
@@ -323,7 +324,7 @@ class AsyncLLM:
             stream.fail(self.failure)
             self._end(stream)
         self._streams.clear()
-        waiting = [*self._answers.values(), *([self._ready] if self._ready else [])]
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *([self._ready] if self._ready else [])]
         for future in waiting:
             if not future.done():
                 future.set_exception(self.failure)
@@ -339,7 +340,7 @@ class AsyncLLM:
         rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
         for i, (number, child, token) in enumerate(rows):
             stream = streams.get(number)
-            if stream is None:
+            if stream is None or stream.text.output.outputs[child].finish_reason is not None:
                 continue
             touched[stream] = touched.get(stream, 0) + 1
             found: Any = logprobs.get(i) if logprobs else None

@@ -1,8 +1,9 @@
 """A test tool: an engine without a model, `load_format="fake"`, to put load and faults on everything around it.
 
 The next token is a hash of the last one and its position, so equal prompts get equal answers. A step costs
-microseconds, or with "fake:MS" at least so many milliseconds. A prompt that ends in `TRIGGER` and one of `FAULTS` makes its step fail in that way. The tokenizer, and with
-it the vocabulary, is the named model's. Never use it to serve people.
+microseconds, or with "fake:MS" at least so many milliseconds. A prompt that ends in `TRIGGER` and one of `FAULTS`
+makes its step fail in that way. The tokenizer, and with it the vocabulary, is the named model's. Never use it to
+serve people.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class FakeEngineRunner:
         result = StepResult(token.astype(np.int32), bad[picked] if bad.any() else None)
         asked = self._logprobs[rows[picked]]
         if (asked >= 0).any():
-            result.logprobs = {i: _logprobs(int(token[i]), int(asked[i])) for i in np.flatnonzero(asked >= 0).tolist()}
+            result.logprobs = {
+                i: _logprobs(int(token[i]), int(asked[i])) for i in np.flatnonzero(asked >= 0).tolist()
+            }
         return result
 
     def collect(self, ticket: Any) -> StepResult:

@@ -20,9 +20,23 @@ from typing import Any
 from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
 from octavo.engine.channel import EngineEnd
 from octavo.engine.inspect import kv_state
-from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Message, Ready, Refused, Start, Submit, WireError, pack
+from octavo.engine.wire import (
+    Abort,
+    Answer,
+    Ask,
+    Beat,
+    Failed,
+    Message,
+    Ready,
+    Refused,
+    Start,
+    Submit,
+    WireError,
+    pack,
+)
 from octavo.env import log_level
 from octavo.errors import EngineError, OctavoError, RequestError, invariant
+from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.usage import usage
 
 _log = logging.getLogger(__name__)
@@ -112,7 +126,7 @@ class EngineProcess:
             now = time.monotonic()
             if now >= self._next_beat or (busy and not scheduler.has_work()):
                 self._next_beat = now + (BUSY_BEAT if scheduler.has_work() else IDLE_BEAT * 0.9)
-                channel.send(self._beat())
+                channel.send(Beat(self._numbers()))
             channel.flush()
 
     def _apply(self, message: Message) -> None:
@@ -136,10 +150,10 @@ class EngineProcess:
                 self._channel.send(pack(batch))
         self._step_seconds = time.monotonic() - begin
 
-    def _beat(self) -> Beat:
+    def _numbers(self) -> EngineNumbers:
         state = self._engine.scheduler.state
         now = usage(state)
-        return Beat(
+        return EngineNumbers(
             running=state.limits.max_num_seqs - len(state.device_rows),
             waiting=len(state.queue),
             total_blocks=state.pool.usable,

@@ -5,7 +5,7 @@ message's tag. Both ends know every message and its types; anything else is a `W
 `MAX_FRAME`, before anything is allocated for it. New tokens travel as columns of little-endian integers.
 
 Order: the client sends `Start` first and gets `Ready` or `Failed`. Then `Submit`, `Abort` and `Ask` in any order; the
-engine sends `Tokens` for steps that changed something, `Refused` for a submission that it cannot take, `Beat` at least
+engine sends `Tokens` for steps that changed something, `Refused` for a submission that it cannot take, `Beat` about
 once a second while it is well, and `Answer`. Either end closing the socket ends it all.
 """
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig, Facts
 from octavo.engine.client import ModelLimits
 from octavo.errors import OctavoError
+from octavo.metrics.server import EngineNumbers
 from octavo.runner.base import TokenLogprobs
 from octavo.scheduler.records import Ended, TokenBatch
 from octavo.types import EngineRequest
@@ -113,19 +114,9 @@ class Tokens(Message, tag="tokens", frozen=True):
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """A sign of life with numbers. Gauges as they are now; counters since the engine's start.
+    """A sign of life, with numbers."""
 
-    step_seconds: of the last step. live_tokens: tokens whose K and V lie in `used_blocks`.
-    """
-
-    running: int
-    waiting: int
-    total_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    live_tokens: int
-    step_seconds: float
-    counters: dict[str, int]
+    numbers: EngineNumbers
 
 
 class Answer(Message, tag="answer", frozen=True):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-COLUMNS = ("time", "running", "waiting", "used_blocks", "cached_blocks", "generated", "prompt", "hits", "step_seconds")
+COLUMNS = (
+    "time",
+    "running",
+    "waiting",
+    "used_blocks",
+    "cached_blocks",
+    "generated",
+    "prompt",
+    "hits",
+    "step_seconds",
+)
 
 
 class Ring:

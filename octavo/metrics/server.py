@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
+
+import msgspec
 
 from octavo.metrics.registry import Counter, Gauge, Histogram, Metric, escape, render
 from octavo.metrics.ring import Ring
@@ -18,14 +19,18 @@ STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160)
 _SHORT = (
-    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1,
-    2.5, 5,
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
+    1, 2.5, 5,
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-class BeatNumbers(Protocol):
-    """What the engine reports (`octavo.engine.wire.Beat`)."""
+class EngineNumbers(msgspec.Struct, frozen=True):
+    """What the engine reports of itself: gauges as they are now, `counters` since its start.
+
+    cached_blocks: known to the prefix index. live_tokens: tokens whose K and V lie in `used_blocks`. step_seconds: of
+    the last step.
+    """
 
     running: int
     waiting: int
@@ -46,8 +51,8 @@ class ServerMetrics:
         self.block_size = 0
         self.config: Mapping[str, str] = {}
         self._labels = 'model_name="",engine="0"'
-        self._beat: BeatNumbers | None = None
-        self._engine = {name: 0.0 for name in _ENGINE_COUNTERS}
+        self._beat: EngineNumbers | None = None
+        self._engine = dict.fromkeys(_ENGINE_COUNTERS, 0.0)
         self._base: dict[str, float] = {}
         self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = Counter("generation_tokens_total", "Generated tokens.")
@@ -57,7 +62,9 @@ class ServerMetrics:
         self.restarts = Counter("engine_restarts_total", "Times the engine process was started again.")
         self.ttft = Histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
         self.itl = Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
-        self.tpot = Histogram("request_time_per_output_token_seconds", "Mean per request, first token left out.", _SHORT)
+        self.tpot = Histogram(
+            "request_time_per_output_token_seconds", "Mean per request, first token left out.", _SHORT
+        )
         self.e2e = Histogram("e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
         self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.request_generation = Histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
@@ -68,7 +75,7 @@ class ServerMetrics:
         self.block_size = block_size
         self.config = config
 
-    def beat(self, beat: BeatNumbers) -> None:
+    def beat(self, beat: EngineNumbers) -> None:
         """Take in the engine's numbers; its counters start again at 0 when it is started again."""
         for name, value in beat.counters.items():
             if value + self._base.get(name, 0.0) < self._engine.get(name, 0.0):

@@ -58,7 +58,9 @@ async def _read(request: Request) -> bytes:
             if size > MAX_BODY:
                 raise _too_large()
             if _reading > MAX_BODIES:
-                raise Problem(503, "Too many large requests at once. Try again.", headers={"retry-after": "1"} | _CLOSE)
+                raise Problem(
+                    503, "Too many large requests at once. Try again.", headers={"retry-after": "1"} | _CLOSE
+                )
             parts.append(part)
         return b"".join(parts)
     finally:

@@ -157,7 +157,7 @@ _COPIED = (
 
 
 def sampling_params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """Sampling parameters of a request. Raises RequestError for values out of range, Problem for what is not built."""
+    """Sampling parameters of a request. RequestError for values out of range, Problem for what is not built."""
     refuse_unbuilt(body)
     if body.best_of is not None and body.best_of not in (1, body.n or 1):
         raise Problem(400, f"best_of is {body.best_of}. Leave it out; use n.", param="best_of")
@@ -188,7 +188,9 @@ def timeout_of(body: Sampling, default: float) -> float:
     if body.timeout_s is None:
         return default
     if not 0 < body.timeout_s <= MAX_TIMEOUT:
-        raise Problem(400, f"timeout_s is {body.timeout_s}. Give seconds, up to {MAX_TIMEOUT:.0f}.", param="timeout_s")
+        raise Problem(
+            400, f"timeout_s is {body.timeout_s}. Give seconds, up to {MAX_TIMEOUT:.0f}.", param="timeout_s"
+        )
     return body.timeout_s
 
 
@@ -241,7 +243,9 @@ def check_tools(body: ChatBody) -> None:
         function = body.tool_choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if name not in names:
-            raise Problem(400, "tool_choice names a function that is not among the tools. Add it.", param="tool_choice")
+            raise Problem(
+                400, "tool_choice names a function that is not among the tools. Add it.", param="tool_choice"
+            )
     elif body.tool_choice != "required":
         raise Problem(400, "tool_choice is none of none, auto, required or a function.", param="tool_choice")
     elif not names:

@@ -56,7 +56,9 @@ class Service:
         if name is None or name in self.names:
             return name or self.names[0]
         raise Problem(
-            404, f"The model {name[:80]!r} is not served here. Served: {', '.join(self.names)}.", code="model_not_found"
+            404,
+            f"The model {name[:80]!r} is not served here. Served: {', '.join(self.names)}.",
+            code="model_not_found",
         )
 
     def open(self, job: Job) -> Job:

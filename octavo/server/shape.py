@@ -81,7 +81,11 @@ class ChatShape:
     def event(self, index: int, choice: CompletionOutput, text: str, tokens: slice, first: bool, last: bool) -> bytes:
         """See `Shape`."""
         text = self._echo + text if first else text
-        head = b'{"index":%d,"delta":{%b"content":%b}' % (index, b'"role":"assistant",' if first else b"", _json(text))
+        head = b'{"index":%d,"delta":{%b"content":%b}' % (
+            index,
+            b'"role":"assistant",' if first else b"",
+            _json(text),
+        )
         if self._alternatives is not None:
             head += b',"logprobs":' + _json(self._logprobs(choice, tokens))
         if self._token_ids:

@@ -57,7 +57,10 @@ class Writer:
                 continue
             events.append(
                 b"%b%b]}\n\n"
-                % (self._head, self._shape.event(cursor.index, choice, text, slice(tokens, count), not cursor.begun, last))
+                % (
+                    self._head,
+                    self._shape.event(cursor.index, choice, text, slice(tokens, count), not cursor.begun, last),
+                )
             )
             cursor.chars, cursor.tokens, cursor.begun = len(choice.text), count, True
             if last:

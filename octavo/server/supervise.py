@@ -27,7 +27,6 @@ import uvicorn
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.async_llm import AsyncLLM, Stream
-from octavo.engine.wire import Beat
 from octavo.errors import ConfigError, OctavoError
 from octavo.metrics.server import ServerMetrics
 from octavo.server.app import build_app
@@ -66,7 +65,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
         sock.close()
-        raise ConfigError(f"Port {port} of {host} cannot be had: {error}.", "Give another --port or --host.") from None
+        raise ConfigError(
+            f"Port {port} of {host} cannot be had: {error}.", "Give another --port or --host."
+        ) from None
     return sock
 
 
@@ -81,7 +82,8 @@ class Server:
         self._service = Service(self._llm, config, self._metrics)
         self._signals = 0
         self._told = asyncio.Event()
-        self._llm.on_tokens, self._llm.on_end, self._llm.on_beat = self._on_tokens, self._on_end, self._on_beat
+        self._llm.on_tokens, self._llm.on_end = self._on_tokens, self._on_end
+        self._llm.on_numbers = self._metrics.beat
 
     async def run(self, sock: socket.socket) -> int:
         """Load, serve, end; returns the exit code."""
@@ -219,9 +221,6 @@ class Server:
         decode = stream.last_token - stream.first_token
         prompt = len(stream.text.output.prompt_token_ids)
         self._metrics.ended(reason, prompt, stream.tokens, stream.ended - stream.arrived, decode)
-
-    def _on_beat(self, beat: Beat) -> None:
-        self._metrics.beat(beat)
 
 
 class _Http(uvicorn.Server):

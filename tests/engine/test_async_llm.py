@@ -27,9 +27,7 @@ def run(use: Callable[[AsyncLLM], Awaitable[None]], **options: object) -> None:
 
 
 async def last(llm: AsyncLLM, prompt: str, params: SamplingParams) -> RequestOutput:
-    async for output in llm.generate(prompt, params):
-        pass
-    return output
+    return [output async for output in llm.generate(prompt, params)][-1]
 
 
 def test_results_grow_and_are_repeatable() -> None:

@@ -20,20 +20,23 @@ from octavo.engine.wire import (
     FromEngine,
     Start,
     Submit,
-    Tokens,
     ToEngine,
+    Tokens,
     WireError,
     frame,
     pack,
     unpack,
 )
+from octavo.metrics.server import EngineNumbers
 from octavo.runner.base import TokenLogprobs
 from octavo.scheduler.records import Ended, TokenBatch
 from octavo.types import EngineRequest
 
-REQUEST = EngineRequest(id=7, prompt=b"\1\0\0\0", keys=b"", root=b"r" * 16, limit=9, stop_ids=(1, 2), seed=(1 << 64) - 1)
+REQUEST = EngineRequest(
+    id=7, prompt=b"\1\0\0\0", keys=b"", root=b"r" * 16, limit=9, stop_ids=(1, 2), seed=(1 << 64) - 1
+)
 SENT = [Start(EngineConfig(ModelConfig(model="m")), (1, 2)), Submit(REQUEST), Abort(7, -1)]
-BEAT = Beat(1, 2, 3, 4, 5, 6, 0.5, {"steps": 7})
+BEAT = Beat(EngineNumbers(1, 2, 3, 4, 5, 6, 0.5, {"steps": 7}))
 
 
 def batch() -> TokenBatch:

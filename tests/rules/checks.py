@@ -40,7 +40,9 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     # Where an engine is put together, and the offline front end, which adds the text.
     "engine.build": ("scheduler", "runner", "metrics", "model", "weights"),
     "engine.llm": ("scheduler", "runner", "metrics", "model", "weights", "text"),
-    "server": ("engine.client", "text", "metrics"),
+    # The client side of an engine process, with the text; the process itself has none.
+    "engine.async_llm": ("scheduler.records", "metrics", "text", "weights"),
+    "server": ("engine.client", "engine.async_llm", "text", "metrics"),
     "bench": ("engine", "scheduler", "runner", "model"),
     "entrypoints": ("cli", "server"),
     "cli": None,
@@ -64,6 +66,9 @@ THIRD_PARTY: dict[str, tuple[str, ...] | None] = {
     "tqdm": ("weights", "engine", "bench", "cli"),
     "torch": NUMERIC,
     "triton": ("kernels", "attention"),
+    "starlette": ("server",),
+    "uvicorn": ("server",),
+    "uvloop": ("server", "bench"),
     "transformers": ("bench",),
 }
 

@@ -18,10 +18,12 @@ FIELDS: dict[str, list[Any]] = {
     "repetition_penalty": [*NUMBERS, *ODD], "logit_bias": [{"5": 1}, {"-1": 1}, {"a": 1}, {"5": "x"}, *ODD],
     "stop": [*TEXTS, *ODD, ["a", "b"], ["a"] * 99, [""], "zq" * 200], "stop_token_ids": [[1], [-1], [1 << 40], *ODD],
     "logprobs": [*COUNTS, *ODD, 20, 21], "top_logprobs": [*COUNTS, 20, 21], "echo": [True, False, 1, "yes"],
-    "stream": [True, False, None, "true", 1], "stream_options": [None, {}, {"include_usage": True}, 5, {"include_usage": 7}],
+    "stream": [True, False, None, "true", 1],
+    "stream_options": [None, {}, {"include_usage": True}, 5, {"include_usage": 7}],
     "stream_interval": COUNTS, "chunk_size": COUNTS, "ignore_eos": ODD, "include_stop_str_in_output": ODD,
     "skip_special_tokens": ODD, "cache_salt": [*TEXTS, 5, "s"], "priority": [0, 5, -5, "high", "low", "?", 1e9, *ODD],
-    "truncate_prompt_tokens": [*COUNTS, -1, 5], "response_format": [None, {"type": "text"}, {"type": "json_object"}, 5],
+    "truncate_prompt_tokens": [*COUNTS, -1, 5],
+    "response_format": [None, {"type": "text"}, {"type": "json_object"}, 5],
     "tools": [None, [], [{}], [{"type": "function", "function": {"name": "f"}}], 5, [[]], [{"function": 5}]],
     "tool_choice": [None, "none", "auto", "required", "x", 5, {}, {"function": {"name": "f"}}],
     "chat_template": [None, "{{ messages }}", "{%", "{{ 1/0 }}"], "chat_template_kwargs": [None, {}, {"tools": 1}, 5],
@@ -47,7 +49,10 @@ def prompt(rng: random.Random) -> Any:
 
 def messages(rng: random.Random) -> Any:
     def content() -> Any:
-        parts = [{"type": "text", "text": rng.choice(TEXTS)}, {"type": "image_url", "image_url": {"url": "file:///x"}}]
+        parts = [
+            {"type": "text", "text": rng.choice(TEXTS)},
+            {"type": "image_url", "image_url": {"url": "file:///x"}},
+        ]
         return rng.choice([rng.choice(TEXTS), rng.sample(parts, rng.randrange(3)), rng.choice(ODD)])
 
     if rng.random() < 0.1:
@@ -84,7 +89,9 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
         elif how == 1:
             del made[at : at + rng.randrange(9)]
         elif how == 2:
-            made[at:at] = rng.choice([b"NaN", b"Infinity", b"1e999", b"\x00", b"\\ud800", b"[" * 70, b"\xff", b'"', b"-"])
+            made[at:at] = rng.choice(
+                [b"NaN", b"Infinity", b"1e999", b"\x00", b"\\ud800", b"[" * 70, b"\xff", b'"', b"-"]
+            )
         elif how == 3:
             made[at:at] = made[rng.randrange(len(made) + 1) :][:20]
         else:
@@ -114,7 +121,9 @@ def broken_http(rng: random.Random) -> bytes:
     """Smuggling forms, chunk abuse, odd lines, noise."""
     good = b'{"prompt":"hi","max_tokens":1}'
     whole = head("POST", "/v1/completions", good)
-    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    chunked = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    )
     kinds = [
         lambda: whole.replace(b"connection: close", b"transfer-encoding: chunked"),
         lambda: chunked + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(good), good),
@@ -124,7 +133,9 @@ def broken_http(rng: random.Random) -> bytes:
         lambda: chunked + b"transfer-encoding: xchunked\r\n\r\n" + good,
         lambda: chunked + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + good,
         lambda: whole.replace(b"HTTP/1.1", rng.choice([b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b"", b"ICY"])),
-        lambda: whole.replace(b"/v1/", rng.choice([b"//v1/", b"/v1/../", b"/\x00", b"/%00", b"http://[/", b"*", b" "]), 1),
+        lambda: whole.replace(
+            b"/v1/", rng.choice([b"//v1/", b"/v1/../", b"/\x00", b"/%00", b"http://[/", b"*", b" "]), 1
+        ),
         lambda: whole.replace(b"host: localhost", rng.choice([b"host:", b"host: a\r\nhost: b", b"", b"host: \xff"])),
         lambda: whole.replace(b"\r\n", b"\n"),
         lambda: whole.replace(b": ", b" : "),

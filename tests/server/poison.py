@@ -80,7 +80,9 @@ POISON: dict[str, tuple[str, Any, tuple[int, ...]]] = {
     "cache_salt long (105756)": text(cache_salt="x" * 100_000),
     "cache_salt control": text(cache_salt="a\0b"),
     "cache_salt number": text(cache_salt=5),
-    "schema of unknown type (2025-48942)": chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "str"}}}),
+    "schema of unknown type (2025-48942)": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "str"}}}
+    ),
     "schema missing": chat(response_format={"type": "json_schema"}),
     "schema nested": chat(response_format={"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
     "regex bomb (55574)": chat(structured_outputs={"regex": "(a+)+$"}),
@@ -103,7 +105,10 @@ POISON: dict[str, tuple[str, Any, tuple[int, ...]]] = {
     "content number": chat(messages=[{"role": "user", "content": 5}]),
     "messages too many": chat(messages=[{"role": "user", "content": ""}] * 5000),
     "tool call without function": chat(messages=[{"role": "assistant", "tool_calls": [{}]}]),
-    "tool arguments deep": chat(200, 400, messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 50_000}}]}]),
+    "tool arguments deep": chat(
+        200, 400,
+        messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 50_000}}]}],
+    ),
     "tiny image (22773)": part("image_url", image_url={"url": "data:image/png;base64,AAAA"}),
     "image of loopback (24779)": part("image_url", image_url={"url": "http://127.0.0.1:1/"}),
     "image of a file": part("image_url", image_url={"url": "file:///etc/passwd"}),

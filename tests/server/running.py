@@ -40,7 +40,9 @@ def _no_constant(name: str) -> None:
 class Running:
     """`octavo serve` on a free port. Without a model by default: the fake engine with the embedded tokenizer."""
 
-    def __init__(self, *options: str, fake: str | None = "fake", python: tuple[str, ...] = (), key: str | None = None):
+    def __init__(
+        self, *options: str, fake: str | None = "fake", python: tuple[str, ...] = (), key: str | None = None
+    ):
         self.key = key
         self.log = tempfile.TemporaryFile()
         fake_options = ["--load-format", fake] if fake else []

@@ -136,7 +136,7 @@ def test_host_header_is_checked_without_a_key(fake: Running) -> None:
         assert fake.call("/v1/models", headers={"host": host}).status == 200
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", ""):
         assert fake.call("/v1/models", headers={"host": host}).status == 421
-    reply = fake.call("/v1/models", headers={"origin": "http://evil.example"})
+    reply = fake.call("/v1/models", headers={"origin": "http://" + "evil.example"})
     assert not any(name.startswith("access-control") for name in reply.headers)
 
 
@@ -172,7 +172,9 @@ def test_keys_of_options_files_and_environment(tmp_path: Path, monkeypatch: pyte
 def test_b74_only_the_http_port_listens(locked: Running) -> None:
     """IPC has no name and no port; the engine's command line and environment hold no key."""
     listening = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]:
+    for line in (
+        Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    ):
         fields = line.split()
         if fields[3] == "0A":
             listening.add((fields[9], int(fields[1].rsplit(":")[-1], 16)))

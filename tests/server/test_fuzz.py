@@ -50,7 +50,9 @@ def incomplete(data: bytes) -> bool:
     head, found, body = data.partition(b"\r\n\r\n")
     if not found:
         return True
-    lengths = [line.split(b":")[1].strip() for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    lengths = [
+        line.split(b":")[1].strip() for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+    ]
     if b"chunked" in head.lower():
         return b"0\r\n\r\n" not in body
     return bool(lengths) and lengths[0].isdigit() and len(body) < int(lengths[0])
@@ -114,18 +116,25 @@ def test_s7_poison(python: tuple[str, ...]) -> None:
         assert "Traceback" not in server.text
 
 
+PART = {"type": "text", "text": "a"}
+
+
+def tool(number: int) -> dict[str, object]:
+    return {"type": "function", "function": {"name": f"f{number}"}}
+
+
 KNOBS = {
     "prompt": lambda n: ("/v1/completions", {"prompt": "ab " * n, "max_tokens": 1}),
     "spaces": lambda n: ("/v1/completions", {"prompt": " " * n, "max_tokens": 1}),
     "ids": lambda n: ("/v1/completions", {"prompt": [5] * n, "max_tokens": 1}),
     "prompts": lambda n: ("/v1/completions", {"prompt": ["a"] * n, "max_tokens": 1}),
     "messages": lambda n: ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * (n // 8)}),
-    "parts": lambda n: ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * n}]}),
+    "parts": lambda n: ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * n}]}),
     "stops": lambda n: ("/v1/completions", {"prompt": "a", "stop": ["a"] * n}),
     "stop": lambda n: ("/v1/completions", {"prompt": "a", "stop": "a" * n}),
     "stop_ids": lambda n: ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * n}),
     "bias": lambda n: ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(n)}}),
-    "tools": lambda n: ("/v1/chat/completions", {"messages": [], "tools": [{"function": {"name": f"f{i}"}} for i in range(n)]}),
+    "tools": lambda n: ("/v1/chat/completions", {"messages": [], "tools": [tool(i) for i in range(n)]}),
     "unknown": lambda n: ("/v1/completions", {"prompt": "", **{f"x{i}": i for i in range(n)}}),
     "model": lambda n: ("/v1/completions", {"prompt": "a", "model": "a" * n}),
     "salt": lambda n: ("/v1/completions", {"prompt": "a", "cache_salt": "a" * n}),

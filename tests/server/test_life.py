@@ -247,8 +247,9 @@ def test_sigterm_while_loading() -> None:
 def test_old_spellings_start_the_same_server() -> None:
     """FEATURES S19, S20, S41, S45: the guides' command line runs, with notices."""
     options = ["--use-v2-block-manager", "--trust-remote-code", "--load-format", "fake", "--port", "0"]
+    options += ["--served-model-name", "gpt-3.5-turbo, demo"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "octavo.entrypoints.api_server", *options, "--served-model-name", "gpt-3.5-turbo,demo"],
+        [sys.executable, "-m", "octavo.entrypoints.api_server", *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

@@ -1,4 +1,4 @@
-"""Many clients at once: S13, S14, F7 to F9, B-38, B-70, B-76, B-77; all to this machine, bounded in count and time."""
+"""Many clients: S13, S14, F7 to F9, B-38, B-70, B-76, B-77. All to this machine, bounded in count and time."""
 
 from __future__ import annotations
 
@@ -270,6 +270,7 @@ def test_metrics_format_and_legacy_names(fake: Running) -> None:
 
 def test_debug_kv_agrees_with_the_gauges() -> None:
     with Running("--num-gpu-blocks-override", "100", "--max-model-len", "1024", fake="fake:10") as server:
+
         async def run() -> None:
             gate = asyncio.Semaphore(9)
             ids = list(range(700, 764))

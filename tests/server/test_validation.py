@@ -1,4 +1,4 @@
-"""What is refused, with which status and which words; and that the server goes on. Cases B-10 to B-33, B-48 to B-58."""
+"""What is refused, with which status and which words; and that the server goes on. Cases B-10 to B-58."""
 
 from __future__ import annotations
 
@@ -177,7 +177,9 @@ def test_b31_cache_salt(fake: Running) -> None:
         reply = fake.complete(ids, max_tokens=2, **fields)
         return cached(reply), reply.json["choices"][0]["text"]
 
-    a, a2, b, none, a3 = (ask(**f) for f in ({"cache_salt": "A"},) * 2 + ({"cache_salt": "B"}, {}, {"cache_salt": "A"}))
+    a, a2, b, none, a3 = (
+        ask(**f) for f in ({"cache_salt": "A"},) * 2 + ({"cache_salt": "B"}, {}, {"cache_salt": "A"})
+    )
     assert a[0] == b[0] == none[0] == 0 and a2[0] > 0 and a3[0] > 0
     assert len({text for _, text in (a, a2, b, none, a3)}) == 1
     assert ask(cache_salt="")[0] > 0  # the same as none
@@ -190,7 +192,10 @@ def test_b33_cached_tokens_are_reported(fake: Running) -> None:
     cold = fake.chat(messages, max_tokens=2).json["usage"]
     assert cold["prompt_tokens_details"]["cached_tokens"] == 0
     stream = {"messages": messages, "max_tokens": 2, "temperature": 0, "stream_options": {"include_usage": True}}
-    for warm in (fake.chat(messages, max_tokens=2).json["usage"], fake.events("/v1/chat/completions", stream)[-1]["usage"]):
+    for warm in (
+        fake.chat(messages, max_tokens=2).json["usage"],
+        fake.events("/v1/chat/completions", stream)[-1]["usage"],
+    ):
         assert warm["prompt_tokens"] == cold["prompt_tokens"]
         hits = warm["prompt_tokens_details"]["cached_tokens"]
         assert cold["prompt_tokens"] - 17 <= hits < cold["prompt_tokens"]
@@ -291,7 +296,9 @@ def test_b54_trusted_templates_are_bounded() -> None:
             assert server.call("/health").status == 200
             assert time.monotonic() - begin < 1.0
         refused(server.chat(chat_template="{{ ().__class__.__base__.__subclasses__() }}"))
-        assert server.chat(chat_template="{{ messages[0].content }}", max_tokens=1).json["usage"]["prompt_tokens"] == 1
+        assert (
+            server.chat(chat_template="{{ messages[0].content }}", max_tokens=1).json["usage"]["prompt_tokens"] == 1
+        )
 
 
 def test_b58_control_tokens_in_user_text(fake: Running) -> None:
@@ -315,7 +322,7 @@ def test_b71_lengths_that_lie(fake: Running) -> None:
         try:
             for _ in range(300):
                 sock.sendall(chunk)
-        except (ConnectionError, socket.timeout):
+        except (TimeoutError, ConnectionError):
             pass
         else:
             assert read_all(sock, 5).split(b" ")[1] in (b"400", b"413")
@@ -355,7 +362,9 @@ def test_content_types_and_methods(fake: Running) -> None:
     body = b'{"prompt":"x"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         assert fake.call("/v1/completions", body, headers={"content-type": kind}).status == 415
-    assert fake.call("/v1/completions", body, headers={"content-type": "application/json; charset=utf-8"}).status == 200
+    assert (
+        fake.call("/v1/completions", body, headers={"content-type": "application/json; charset=utf-8"}).status == 200
+    )
     assert fake.call("/v1/completions").status == 405
     assert fake.call("/nope").status == 404 and fake.call("/v1/completions/").status == 404
     for text in ("", "[]", "5", '"x"', "{", "null", "{}", '{"prompt": null}', "\xff\xfe", '{"prompt": "\\ud83d"}'):
