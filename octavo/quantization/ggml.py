@@ -38,7 +38,7 @@ def _nibbles(packed: Bytes, out: Floats) -> None:
 
 def _fifth_bits(packed: Bytes) -> Bytes:
     """Four bytes of [n, 4] as 32 bits, element order, each worth 16."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
 
 
 def _q4_0(blocks: Bytes, out: Floats) -> None:

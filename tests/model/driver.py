@@ -108,7 +108,7 @@ def save_folder(model: Any, folder: Path, shards: int = 1) -> Path:
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    state = {name: tensor.contiguous() for name, tensor in _as_published(model).items() if name not in tied}
+    state = {name: tensor.contiguous() for name, tensor in as_published(model).items() if name not in tied}
     if shards == 1:
         save_file(state, folder / "model.safetensors")
         return folder
@@ -121,7 +121,7 @@ def save_folder(model: Any, folder: Path, shards: int = 1) -> Path:
     return folder
 
 
-def _as_published(model: Any) -> dict[str, Tensor]:
+def as_published(model: Any) -> dict[str, Tensor]:
     """The tensors as checkpoints have them: each expert apart, where transformers keeps them together."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
