@@ -76,9 +76,15 @@ def test_head_sizes(isa: str, heads: int, kv_heads: int, dim: int) -> None:
         Case(heads, kv_heads, dim, 16, [(40, 3), (70, 1)]).check(isa, kv)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-def test_block_sizes(block: int) -> None:
-    Case(4, 2, 64, block, [(200, 1), (3, 140)]).check(SETS[0], "bfloat16")
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("kv", BOUNDS)
+def test_block_sizes(block: int, kv: str) -> None:
+    case = Case(4, 2, 64, block, [(200, 1), (3, 140), (7, 1), (8, 1)])
+    case.check(SETS[0], kv)
+    same = Case(4, 2, 64, 16, [(200, 1), (3, 140), (7, 1), (8, 1)])
+    same.q, same.k, same.v = case.q, case.k, case.v
+    for got, wanted in zip(case.run(SETS[0], kv), same.run(SETS[0], kv), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 100])

@@ -61,9 +61,7 @@ Engine::Engine(const Dims& dims, int threads, const std::string& isa)
       kv_shape_(kv_shape(dims.kv, dims.head_dim, dims.kv_heads, dims.block_size)), layers_(dims.mlp.size()) {
     if (dims.head_dim % 16 || dims.head_dim > 256 || dims.heads % dims.kv_heads || dims.heads / dims.kv_heads > kMaxQueries)
         throw std::invalid_argument("heads of this size are not supported");
-    if (kSegment % dims.block_size && dims.block_size % kSegment)
-        throw std::invalid_argument("the block size must divide 64 or be a multiple of it");
-    if (dims.block_size < kTile) throw std::invalid_argument("the block size must be at least 16");
+    if (dims.block_size != 8 && dims.block_size % kTile) throw std::invalid_argument("the block size must be 8 or a multiple of 16");
 }
 
 Linear* Engine::linear(int layer, const std::string& name) {
@@ -81,9 +79,9 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
     m.panels = panels_of(job);
     size_t bytes = panel_bytes(job.format, job.columns);
     m.data = weights_.take_array<uint8_t>(bytes * static_cast<size_t>(m.panels));
-    pool_.run([&](int) {
-        for (int p; (p = pool_.next(4)) < m.panels;)
-            for (int i = p; i < std::min(p + 4, m.panels); i++) pack_panel(job, i, m.data + bytes * static_cast<size_t>(i));
+    pool_.run([&](int thread) {
+        for (Pool::Range r; pool_.take(m.panels, 4, thread, &r);)
+            for (int i = r.first; i < r.last; i++) pack_panel(job, i, m.data + bytes * static_cast<size_t>(i));
     });
     if (layer < 0 && name == "embed") {
         embed_ = m;

@@ -143,7 +143,8 @@ class Engine {
     void layer(const Layer& layer, uint8_t* pool, const Step& step, int thread);
     void norm_rows(const float* x, int n, const float* weight, int forms, int thread);
     void convert_rows(const float* x, size_t stride, int forms, int thread);
-    void multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue);
+    void multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
+                  int thread);
     void token_heads(const Layer& layer, uint8_t* pool, const Step& step, int thread);
     void attend(uint8_t* pool, int thread);
 

@@ -8,7 +8,6 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kAhead = 2048;         // bytes that a stream of weights is prefetched ahead
 constexpr float kNever = -3.0e38f;   // below every score and logit, and finite
 
 #include "rows.inc"

@@ -56,6 +56,7 @@ struct Product {
     int columns;  // padded to 32
     Acts acts;
     int m0, m1, p0, p1;
+    int last;     // end of the panels that this thread is going to use
     const float* bias;  // padded, may be null
     float* out;
     size_t out_stride;

@@ -24,6 +24,11 @@ void require(bool condition, const char* what) {
     if (!condition) throw std::invalid_argument(what);
 }
 
+KvKind kv_kind(const std::string& name) {
+    require(name == "float32" || name == "bfloat16" || name == "int8", "unknown type of the KV pool");
+    return name == "float32" ? KvKind::F32 : name == "bfloat16" ? KvKind::BF16 : KvKind::I8;
+}
+
 // `rows` rows of a stored matrix, checked against the bytes that are there. `second` may be empty.
 PackJob pack_job(const std::string& stored, const std::string& format, int rows, int columns, Vector<const uint8_t> first,
                  Vector<const uint8_t> second) {
@@ -77,10 +82,8 @@ void bind_engine(nb::module_& m) {
              [](Engine* self, std::vector<int> sizes, std::vector<int> mlp, std::vector<float> factors, std::vector<float> inverse,
                 const std::string& kv, int threads, const std::string& isa) {
                  require(sizes.size() == 7 && factors.size() == 7, "seven sizes and seven factors");
-                 KvKind kind = kv == "float32" ? KvKind::F32 : kv == "bfloat16" ? KvKind::BF16 : KvKind::I8;
-                 require(kind != KvKind::I8 || kv == "int8", "unknown type of the KV pool");
                  Dims d = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], mlp, factors[0], factors[1], factors[2], factors[3],
-                           factors[4], factors[5], factors[6], inverse, sizes[5], sizes[6], kind};
+                           factors[4], factors[5], factors[6], inverse, sizes[5], sizes[6], kv_kind(kv)};
                  new (self) Engine(d, threads, isa);
              },
              nb::arg("sizes"), nb::arg("mlp"), nb::arg("factors"), nb::arg("inverse_frequencies"), nb::arg("kv"),
@@ -165,6 +168,9 @@ void bind_probes(nb::module_& m) {
             if (find_kernels(name)) names.push_back(name);
         return names;
     });
+    m.def("kv_block_bytes", [](const std::string& kv, int head_dim, int kv_heads, int block_size) {
+        return kv_shape(kv_kind(kv), head_dim, kv_heads, block_size).block_bytes;
+    });
     m.def("product", [](const std::string& isa, const std::string& stored, const std::string& format, int rows, int columns,
                         Vector<const uint8_t> weights, Table<const float> x, Table<float> out) {
         PackJob job = pack_job(stored, format, rows, columns, weights, Vector<const uint8_t>());
@@ -182,8 +188,7 @@ void bind_probes(nb::module_& m) {
                           Vector<const int32_t> start, Vector<const int32_t> length, Table<const int32_t> tables,
                           Vector<const float> q, Vector<const float> k, Vector<const float> v, Vector<float> out) {
         require(sizes.size() == 6 && factors.size() == 2, "six sizes and two factors");
-        KvKind kind = kv == "float32" ? KvKind::F32 : kv == "bfloat16" ? KvKind::BF16 : KvKind::I8;
-        Probe p = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], factors[0], factors[1], kind};
+        Probe p = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], factors[0], factors[1], kv_kind(kv)};
         probe_attention(isa, p, start.data(), length.data(), size(start), tables.data(), static_cast<int>(tables.shape(1)), q.data(),
                         k.data(), v.data(), out.data());
     });

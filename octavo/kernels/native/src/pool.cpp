@@ -21,7 +21,7 @@ inline void relax() {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), cursors_(static_cast<size_t>(threads_)) {
     for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { worker(t); });
 }
 
@@ -35,7 +35,7 @@ Pool::~Pool() {
 void Pool::run(void (*work)(void*, int), void* context) {
     work_ = work;
     context_ = context;
-    cursor_.store(0, std::memory_order_relaxed);
+    reset();
     job_.fetch_add(1, std::memory_order_release);
     wake(job_);
     work(context, 0);
@@ -54,18 +54,33 @@ void Pool::worker(int thread) {
 
 void Pool::barrier() {
     if (threads_ == 1) {
-        cursor_.store(0, std::memory_order_relaxed);
+        reset();
         return;
     }
     uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
         arrived_.store(0, std::memory_order_relaxed);
-        cursor_.store(0, std::memory_order_relaxed);
+        reset();
         phase_.fetch_add(1, std::memory_order_release);
         wake(phase_);
     } else {
         wait_for_change(phase_, phase);
     }
+}
+
+void Pool::reset() {
+    for (Cursor& c : cursors_) c.taken.store(0, std::memory_order_relaxed);
+}
+
+bool Pool::take(int n, int grain, int thread, Range* range) {
+    for (int i = 0; i < threads_; i++) {
+        int owner = (thread + i) % threads_, begin = share(n, owner), end = share(n, owner + 1);
+        int at = begin + cursors_[static_cast<size_t>(owner)].taken.fetch_add(grain, std::memory_order_relaxed);
+        if (at >= end) continue;
+        *range = {at, at + grain < end ? at + grain : end, end};
+        return true;
+    }
+    return false;
 }
 
 void Pool::wait_for_change(std::atomic<uint32_t>& word, uint32_t old) {

@@ -28,13 +28,21 @@ class Pool {
     // Inside a job: waits until every thread is here. All writes before it are seen after it.
     void barrier();
 
-    // Inside a job: the next `grain` numbers of a shared count from 0; returns the first. Every barrier resets it.
-    int next(int grain) { return cursor_.fetch_add(grain, std::memory_order_relaxed); }
+    // The neighbouring share of 0 <= i < n that a thread begins with.
+    int share(int n, int thread) const { return static_cast<int>(static_cast<long>(n) * thread / threads_); }
+
+    // Inside a job: up to `grain` numbers of 0 <= i < n that no thread has taken since the last barrier, of the
+    // thread's own share while there are any, then of the others'. False when all are taken.
+    struct Range {
+        int first, last, share_end;
+    };
+    bool take(int n, int grain, int thread, Range* range);
 
   private:
     void worker(int thread);
     void wait_for_change(std::atomic<uint32_t>& word, uint32_t old);
     void wake(std::atomic<uint32_t>& word);
+    void reset();
 
     const int threads_;
     void (*work_)(void*, int) = nullptr;
@@ -44,7 +52,10 @@ class Pool {
     alignas(64) std::atomic<uint32_t> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};    // counts barriers
     alignas(64) std::atomic<uint32_t> sleepers_{0};
-    alignas(64) std::atomic<int> cursor_{0};
+    struct alignas(64) Cursor {
+        std::atomic<int> taken{0};  // of the thread's share
+    };
+    std::vector<Cursor> cursors_;
     std::vector<std::thread> workers_;
 };
 

@@ -50,11 +50,11 @@ struct Bench {
         }
     }
 
-    void multiply(int copy, int m, int p0, int p1, float* out) {
+    void multiply(int copy, int m, const Pool::Range& p, float* out) {
         const uint8_t* data = matrix.data + panel * static_cast<size_t>(matrix.panels) * static_cast<size_t>(copy);
         size_t width = static_cast<size_t>(matrix.panels) * kPanel;
         kernels.product[static_cast<int>(matrix.format)](
-            {data, panel, static_cast<int>(acts.stride), acts, 0, m, p0, p1, nullptr, out, width, 0, Epilogue::Store, 1});
+            {data, panel, static_cast<int>(acts.stride), acts, 0, m, p.first, p.last, p.share_end, nullptr, out, width, 0, Epilogue::Store, 1});
     }
 };
 
@@ -65,7 +65,7 @@ void probe_product(const std::string& isa, const PackJob& job, const float* x, i
     bench.convert(x, m);
     size_t width = static_cast<size_t>(bench.matrix.panels) * kPanel;
     float* wide = bench.arena.take_array<float>(width * static_cast<size_t>(m));
-    bench.multiply(0, m, 0, bench.matrix.panels, wide);
+    bench.multiply(0, m, {0, bench.matrix.panels, bench.matrix.panels}, wide);
     for (int i = 0; i < m; i++) std::copy_n(wide + static_cast<size_t>(i) * width, job.rows, out + static_cast<long>(i) * job.rows);
 }
 
@@ -136,10 +136,10 @@ double time_product(const std::string& isa, const PackJob& job, int m, int copie
     int grain = std::max(1, bench.matrix.panels / (8 * threads));
     for (int r = 0; r < repeats; r++) {
         auto begin = std::chrono::steady_clock::now();
-        pool.run([&](int) {
+        pool.run([&](int thread) {
             for (int copy = 0; copy < copies; copy++) {
-                for (int p; (p = pool.next(grain)) < bench.matrix.panels;)
-                    bench.multiply(copy, m, p, std::min(p + grain, bench.matrix.panels), out);
+                for (Pool::Range p; pool.take(bench.matrix.panels, grain, thread, &p);)
+                    bench.multiply(copy, m, p, out);
                 pool.barrier();
             }
         });

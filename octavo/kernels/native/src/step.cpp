@@ -92,16 +92,16 @@ void Engine::embed(int thread) {
 void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, int thread) {
     int n = static_cast<int>(tokens_.size());
     norm_rows(x_, n, l.attn_norm, l.qkv.forms, thread);
-    multiply(l.qkv, hidden_stride_, n, qkv_, qkv_stride_, Epilogue::Store);
+    multiply(l.qkv, hidden_stride_, n, qkv_, qkv_stride_, Epilogue::Store, thread);
     token_heads(l, pool, step, thread);
     attend(pool, thread);
     convert_rows(attn_, attn_stride_, l.o.forms, thread);
-    multiply(l.o, attn_stride_, n, x_, hidden_stride_, Epilogue::Add);
+    multiply(l.o, attn_stride_, n, x_, hidden_stride_, Epilogue::Add, thread);
     norm_rows(x_, n, l.mlp_norm, l.gate_up.forms, thread);
     size_t mlp = static_cast<size_t>(l.gate_up.width);
-    multiply(l.gate_up, hidden_stride_, n, mlp_, mlp, Epilogue::GateSilu);
+    multiply(l.gate_up, hidden_stride_, n, mlp_, mlp, Epilogue::GateSilu, thread);
     convert_rows(mlp_, mlp, l.down.forms, thread);
-    multiply(l.down, mlp, n, x_, hidden_stride_, Epilogue::Add);
+    multiply(l.down, mlp, n, x_, hidden_stride_, Epilogue::Add, thread);
 }
 
 void Engine::norm_rows(const float* x, int n, const float* weight, int forms, int thread) {
@@ -120,19 +120,22 @@ void Engine::convert_rows(const float* x, size_t stride, int forms, int thread) 
     pool_.barrier();
 }
 
-void Engine::multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue) {
+void Engine::multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
+                      int thread) {
     int panels = 0;
     for (const Matrix& m : linear.parts) panels += m.panels;
     // Few enough for long runs of memory, enough to even out threads that were held up.
     int grain = std::max(1, panels / (8 * threads()));
-    for (int p; (p = pool_.next(grain)) < panels;) {
+    for (Pool::Range range; pool_.take(panels, grain, thread, &range);) {
         int before = 0;
         for (const Matrix& m : linear.parts) {
-            int first = std::max(p - before, 0), last = std::min(p + grain - before, m.panels);
+            int first = std::max(range.first - before, 0), last = std::min(range.last - before, m.panels);
+            int share_end = std::min(range.share_end - before, m.panels);
             before += m.panels;
             if (first >= last) continue;
             Product product = {m.data, panel_bytes(m.format, m.columns), pad_to(m.columns, kBlock), acts(in_stride),
-                               0, n, first, last, m.bias, out, out_stride, m.column0, epilogue, dims_.residual_scale};
+                               0, n, first, last, share_end, m.bias, out, out_stride, m.column0, epilogue,
+                               dims_.residual_scale};
             kernels_->product[static_cast<int>(m.format)](product);
         }
     }
@@ -157,7 +160,8 @@ void Engine::token_heads(const Layer& l, uint8_t* pool, const Step& step, int th
 
 void Engine::attend(uint8_t* pool, int thread) {
     int units = static_cast<int>(tasks_.size()) * dims_.kv_heads;
-    for (int u; (u = pool_.next(1)) < units;) {
+    for (Pool::Range range; pool_.take(units, 1, thread, &range);) {
+        int u = range.first;
         const Task& task = tasks_[static_cast<size_t>(u / dims_.kv_heads)];
         Attend a = {spans_.data() + task.first, task.count, task.shared, u % dims_.kv_heads, dims_.heads / dims_.kv_heads,
                     dims_.heads, q_, attn_, attn_stride_, pool, dims_.softmax_scale, dims_.attention_softcap, 0,
@@ -235,7 +239,7 @@ void Engine::head(int first, int n, float* out, uint8_t* bad) {
     size_t stride = static_cast<size_t>(padded_vocab());
     pool_.run([&](int thread) {
         norm_rows(x, n, norm_, head_.forms, thread);
-        multiply(head_, hidden_stride_, n, out, stride, Epilogue::Store);
+        multiply(head_, hidden_stride_, n, out, stride, Epilogue::Store, thread);
         share(n, thread, threads(), [&](size_t i) {
             bad[i] = !kernels_->finish_logits(out + i * stride, dims_.vocab, dims_.logit_scale, dims_.logit_softcap);
         });
@@ -245,7 +249,8 @@ void Engine::head(int first, int n, float* out, uint8_t* bad) {
 void Engine::sample(const float* logits, int n, const int32_t* params, const int32_t* positions, int32_t* tokens) {
     size_t stride = static_cast<size_t>(padded_vocab());
     pool_.run([&](int thread) {
-        for (int i; (i = pool_.next(1)) < n;) {
+        for (Pool::Range range; pool_.take(n, 1, thread, &range);) {
+            int i = range.first;
             SampleParams p = sample_params(params + static_cast<long>(i) * kParamWords, positions[i]);
             void* scratch = scratch_[static_cast<size_t>(thread)];
             tokens[i] = kernels_->sample(logits + static_cast<size_t>(i) * stride, dims_.vocab, p, scratch);
