@@ -53,9 +53,9 @@ def test_f1_f4_b68_the_engine_dies_or_hangs(how: int) -> None:
         begin = time.monotonic()
         os.kill(server.engine_pid, how)
         if how == signal.SIGKILL:
-            reply = server.call("/readyz")
-            assert reply.status == 503 and server.complete().status == 503
-            assert time.monotonic() - begin < 1
+            while server.call("/readyz").status != 503:
+                assert time.monotonic() - begin < 1
+            assert server.complete().status == 503
         for sock in socks:
             lines = events_of(read_all(sock))
             assert "[DONE]" not in lines[-1]

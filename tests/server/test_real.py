@@ -1,0 +1,91 @@
+"""The embedded model behind HTTP: what the fake engine cannot show. Cases B-01, B-09, B-18, B-32, B-52, B-66."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.running import Running, joined
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time",
+    "def add(a, b):",
+    "😀 😀 😀 😀",
+    "日本語、日本語、日本語、",
+]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Running]:
+    with Running("--max-model-len", "512", "--num-gpu-blocks-override", "600", fake=None) as server:
+        yield server
+
+
+def text_of(server: Running, prompt: Any, **fields: Any) -> str:
+    text: str = server.complete(prompt, max_tokens=12, **fields).json["choices"][0]["text"]
+    return text
+
+
+def test_b01_streamed_text_equals_whole_text(real: Running) -> None:
+    for prompt in PROMPTS:
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 20}
+        whole = real.call("/v1/completions", body).json
+        events = real.events("/v1/completions", body | {"stream_options": {"include_usage": True}})
+        assert joined(events) == whole["choices"][0]["text"]
+        assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        assert all("\ufffd" not in event["choices"][0]["text"] for event in events[:-2])
+
+
+def test_b09_seeded_samples_differ_and_repeat(real: Running) -> None:
+    body = {"prompt": "My favourite animal is", "n": 4, "seed": 7, "temperature": 1.2, "max_tokens": 12}
+    first, second = (
+        [choice["text"] for choice in real.call("/v1/completions", body | {"ignore_eos": True}).json["choices"]]
+        for _ in range(2)
+    )
+    assert first == second and len(set(first)) >= 3
+
+
+def test_b18_top_k_over_http(real: Running) -> None:
+    def ask(k: int) -> str:
+        return text_of(real, "I like", temperature=1.5, seed=11, ignore_eos=True, top_k=k)
+
+    assert ask(-1) == ask(0) == ask(10_000_000) != ask(1)
+    assert ask(1) == text_of(real, "I like", ignore_eos=True)
+
+
+def test_b66_answers_do_not_depend_on_neighbours(real: Running) -> None:
+    alone = [text_of(real, prompt) for prompt in PROMPTS]
+    got: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: got.setdefault(i, text_of(real, PROMPTS[i % 5]))) for i in range(15)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(15)] == alone * 3
+
+
+def test_logprobs_are_of_the_model(real: Running) -> None:
+    choice = real.chat("Say hello", logprobs=True, top_logprobs=3, max_tokens=6).json["choices"][0]
+    for entry in choice["logprobs"]["content"]:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert values == sorted(values, reverse=True) and entry["logprob"] == values[0] <= 0
+    text = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode()
+    assert text == choice["message"]["content"]
+
+
+def test_a_shared_beginning_is_computed_once(real: Running) -> None:
+    """FEATURES S3, S70: n = 4 on a long prompt takes few more blocks than n = 1, and a second request hits."""
+    ids = [100 + i % 300 for i in range(256)]
+    reply = real.complete(ids, n=4, temperature=1, seed=3, max_tokens=4, ignore_eos=True).json
+    assert reply["usage"]["prompt_tokens"] == 256 and reply["usage"]["completion_tokens"] == 16
+    again = real.complete(ids, max_tokens=1).json["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= 240
+    state = json.loads(real.call("/debug/kv").body)
+    assert state["free_blocks"] == state["total_blocks"]
