@@ -7,7 +7,10 @@ from importlib import import_module
 
 SUBCOMMANDS = {
     "offline": "throughput of LLM.generate on fixed workloads, beside a rival if wished",
+    "gpu": "the GPU workloads W1-W5 on real model shapes with dummy weights, beside stored figures of rivals",
     "host": "CPU time that the scheduler takes for one step",
+    "online": "load on a running server, as clients see it",
+    "compare": "two result files: exit code 1 when something became worse",
     "simulate": "random load on the scheduler, every invariant checked after every step",
 }
 
