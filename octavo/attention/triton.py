@@ -63,7 +63,7 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
         self.shape = shape
-        self.tile = tile_tokens(shape.heads // shape.kv_heads)
+        self.tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
         self._partials: Partials | None = None
 
     def cut(self, lanes: int, processors: int) -> Cut:

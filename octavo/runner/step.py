@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.attention.base import HostLengths, StepBatch
 from octavo.runner.base import StepResult, TokenLogprobs
-from octavo.runner.rows import DeviceRows
+from octavo.runner.rows import DeviceRows, Rows
 from octavo.runner.sampler import draw, token_logprobs
 from octavo.scheduler.plan import RARE, SAMPLE, PlanView
 
@@ -49,7 +49,7 @@ def sampled_rows(view: PlanView) -> np.ndarray:
     return np.flatnonzero(view.flags & SAMPLE)
 
 
-def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: DeviceRows) -> tuple[Tensor, StepResult]:
+def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: Rows) -> tuple[Tensor, StepResult]:
     """Choose a token for each sampled row, keep it as the row's last token, and report.
 
     Returns the tokens on the device and a result whose `tokens` the caller fills in when they are on the host.
@@ -61,12 +61,12 @@ def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: DeviceRo
     if rare:
         logits_NV = _ban(logits_NV, rare, device_rows, position, rows)
     best_N, tokens_N = logits_NV.max(dim=-1)
-    random = np.flatnonzero(rows.random[device_rows])
+    random = np.flatnonzero(rows.host.random[device_rows])
     if len(random):
         index = torch.from_numpy(random).to(rows.device)
         chosen = torch.from_numpy(device_rows[random].astype(np.int64)).to(rows.device)
         at = torch.from_numpy(position[random].astype(np.int64)).to(rows.device)
-        filters = bool(rows.filters[device_rows[random]].any())
+        filters = bool(rows.host.filters[device_rows[random]].any())
         tokens_N[index] = draw(logits_NV[index], rows.sampling(chosen, at), filters=filters)
     rows.last_token_S[torch.from_numpy(device_rows.astype(np.int64)).to(rows.device)] = tokens_N
     finite = torch.isfinite(best_N).cpu().numpy()
@@ -76,13 +76,11 @@ def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: DeviceRo
     return tokens_N, result
 
 
-def _ban(
-    logits_NV: Tensor, rare: list[int], device_rows: np.ndarray, position: np.ndarray, rows: DeviceRows
-) -> Tensor:
+def _ban(logits_NV: Tensor, rare: list[int], device_rows: np.ndarray, position: np.ndarray, rows: Rows) -> Tensor:
     """Logits in which rows below their `min_tokens` cannot choose an end token."""
     out_NV = None
     for i in rare:
-        until, ids = rows.banned.get(int(device_rows[i]), (0, None))
+        until, ids = rows.host.banned.get(int(device_rows[i]), (0, None))
         if ids is not None and position[i] < until:
             out_NV = logits_NV.clone() if out_NV is None else out_NV
             out_NV[i, ids] = -torch.inf
@@ -90,11 +88,11 @@ def _ban(
 
 
 def _logprobs(
-    logits_NV: Tensor, rare: list[int], device_rows: np.ndarray, tokens_N: Tensor, rows: DeviceRows
+    logits_NV: Tensor, rare: list[int], device_rows: np.ndarray, tokens_N: Tensor, rows: Rows
 ) -> dict[int, TokenLogprobs]:
     out = {}
     for i in rare:
-        count = int(rows.logprobs[device_rows[i]])
+        count = int(rows.host.logprobs[device_rows[i]])
         if count >= 0:
             out[i] = token_logprobs(logits_NV[i], int(tokens_N[i]), count)
     return out

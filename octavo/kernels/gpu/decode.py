@@ -31,6 +31,8 @@ from octavo.kernels.gpu.step import (
 )
 
 LOG2_E = 1.4426950408889634
+# Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32.
+TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2)}
 _NEG = tl.constexpr(-1.0e30)
 
 
@@ -149,6 +151,11 @@ def _merge(
     tl.store(out, (acc / total).to(OUT.dtype.element_ty), mask=d < D)
 
 
+def precision_of(q_THD: Tensor) -> str:
+    """How `tl.dot` multiplies: exactly for float32; other types have one way only."""
+    return "ieee" if q_THD.dtype == torch.float32 else "tf32"
+
+
 def decode_attention(
     q_THD: Tensor,
     keys_NKSD: Tensor,
@@ -171,13 +178,13 @@ def decode_attention(
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
     width = triton.next_power_of_2(dim)
-    wide = q_THD.dtype == torch.float32
+    single = q_THD.dtype == torch.float32
+    block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else "half"]
     _decode[(kv_heads, items)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
         step.items_2I, rows, tables_SM.shape[1], step.items_2I.shape[1], scale * LOG2_E,
         heads, kv_heads, group, max(16, triton.next_power_of_2(group)), dim, width, block_size,
-        32 if wide or width > 128 else 64, softcap, prefix, "ieee" if wide else "tf32", num_warps=4,
-        num_stages=2 if wide else 3,
+        block, softcap, prefix, precision_of(q_THD), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     first = partials.o_UHD.shape[0] - partials.prefix_splits * rows
     _merge[(lanes, heads)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gpu.decode import LOG2_E, Partials, capped
+from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of
 from octavo.kernels.gpu.step import (
     C_KEYS,
     C_ROW,
@@ -28,12 +28,18 @@ from octavo.kernels.gpu.step import (
 )
 
 _NEG = tl.constexpr(-1.0e30)
-_ROWS = 128  # rows of a tile: tokens times padded G
+# Rows of a tile (tokens times padded G), keys of a block, warps, stages: for 2-byte elements and head dims up to
+# 128, for wider heads, for float32 (exact products, no tensor cores: small tiles, or it neither compiles nor runs well).
+TUNED = {"half": (128, 64, 4, 3), "wide": (128, 32, 8, 3), "float32": (32, 16, 4, 2)}
 
 
-def tile_tokens(group: int) -> int:
+def _tuned(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    return TUNED["float32" if dtype == torch.float32 else "wide" if dim > 128 else "half"]
+
+
+def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
     """Query tokens of one tile when G = `group`."""
-    return max(1, _ROWS // triton.next_power_of_2(group))
+    return max(1, _tuned(dim, dtype)[0] // triton.next_power_of_2(group))
 
 
 @triton.jit
@@ -171,14 +177,15 @@ def _prefix(
     tl.store(LSE + place, lse, mask=ok)
 
 
-def _sizes(q_THD: Tensor, keys_NKSD: Tensor) -> tuple[int, ...]:
-    """H, K, G, GP, D, BD, S, BM, BN of the kernels above."""
+def _sizes(q_THD: Tensor, keys_NKSD: Tensor) -> tuple[tuple[int, ...], str, dict[str, int]]:
+    """H, K, G, GP, D, BD, S, BM, BN of the kernels above; precision of products; launch options."""
     heads, dim = q_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, width = heads // kv_heads, triton.next_power_of_2(dim)
     padded = triton.next_power_of_2(group)
-    small = q_THD.dtype == torch.float32 or width > 128
-    return heads, kv_heads, group, padded, dim, width, block_size, max(_ROWS, padded), 32 if small else 64
+    rows, block, warps, stages = _tuned(dim, q_THD.dtype)
+    sizes = (heads, kv_heads, group, padded, dim, width, block_size, max(rows, padded), block)
+    return sizes, precision_of(q_THD), {"num_warps": warps, "num_stages": stages}
 
 
 def prefill_attention(
@@ -194,12 +201,11 @@ def prefill_attention(
     tiles: int,
 ) -> None:
     """Attention of the step's host-fed rows into `out_THD`, launched for `tiles` tiles of `tile_tokens` tokens."""
-    sizes = _sizes(q_THD, keys_NKSD)
-    wide = q_THD.dtype == torch.float32
+    sizes, precision, launch = _sizes(q_THD, keys_NKSD)
     _prefill[(sizes[1], tiles)](
         q_THD, keys_NKSD, values_NKSD, out_THD, tables_SM, step.meta, step.rows_CR, step.tiles_2Q,
         step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1], scale * LOG2_E, *sizes, softcap, window,
-        "ieee" if wide else "tf32", num_warps=8 if sizes[5] > 128 or wide else 4, num_stages=2 if wide else 3,
+        precision, **launch,
     )  # fmt: skip
 
 
@@ -215,12 +221,11 @@ def prefix_attention(
     lanes: int,
 ) -> None:
     """All decode rows over the keys that they share (`meta[M_PREFIX]` of them) into the prefix part of `partials`."""
-    sizes = _sizes(q_THD, keys_NKSD)
+    sizes, precision, launch = _sizes(q_THD, keys_NKSD)
     rows, splits = step.rows_CR.shape[1], partials.prefix_splits
-    wide = q_THD.dtype == torch.float32
     grid = (sizes[1], triton.cdiv(lanes * sizes[3], sizes[7]), splits)
     _prefix[grid](
         q_THD, keys_NKSD, values_NKSD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
         rows, tables_SM.shape[1], partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes, softcap, splits,
-        "ieee" if wide else "tf32", num_warps=8 if sizes[5] > 128 or wide else 4, num_stages=2 if wide else 3,
+        precision, **launch,
     )  # fmt: skip

@@ -1,0 +1,273 @@
+"""Times of single kernels on one CUDA device, as microseconds and share of what the device can do.
+
+    python benchmarks/gpu/kernels.py OUT.json [decode,prefill,prefix,small,sample,linear] [--tune]
+
+Each figure is the median of seven replays of a captured graph of several launches; inputs are random and larger than
+the cache. `--tune` tries block sizes, warps and stages around the values in `TUNED` and prints the best.
+Limits: 4.3 TB/s of memory and 730 TFLOP/s in bfloat16, both measured on an H200.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from octavo.attention.base import AttentionShape, KVPool
+from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
+from octavo.kernels.gpu import decode, norm, prefill, rope, sample
+from octavo.kernels.gpu.step import Cut, StepTables, begin
+from octavo.scheduler.plan import PARAM_WORDS, SAMPLE, PlanDraft
+
+DEVICE = torch.device("cuda")
+TB, TFLOP = 4.3e12, 730e12
+OUT: dict[str, dict[str, float]] = {}
+
+
+def timed(function: Callable[[], object], launches: int = 10) -> float:
+    """Seconds of one call."""
+    for _ in range(2):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            function()
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / launches / 1e3)
+    return sorted(times)[3]
+
+
+def report(name: str, seconds: float, nbytes: float = 0, flops: float = 0, note: str = "") -> None:
+    floor = nbytes / TB + flops / TFLOP
+    OUT[name] = {"us": seconds * 1e6, "TB/s": nbytes / seconds / 1e12, "TFLOP/s": flops / seconds / 1e12}
+    rate = f"{nbytes / seconds / 1e12:6.2f} TB/s" if nbytes else f"{flops / seconds / 1e12:6.0f} TFLOP/s"
+    print(f"{name:44} {seconds * 1e6:9.1f} us {rate} {100 * floor / seconds:4.0f} % {note}", flush=True)
+
+
+class Step:
+    """A step of rows with given (first position, tokens); rows of one token decode."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        rows: list[tuple[int, int]],
+        block_size: int,
+        shared: int = 0,
+        cut: Cut | None = None,
+    ) -> None:
+        self.backend = TritonAttention(shape, torch.bfloat16)
+        decodes = sum(1 for _, n in rows if n == 1)
+        self.cut = cut or self.backend.cut(max(decodes, 1), 132)
+        needs = [-(-(s + n) // block_size) for s, n in rows]
+        numbers = np.random.default_rng(0).permutation(sum(needs)).astype(np.int32) + 1
+        draft, used = PlanDraft(0), 0
+        for i, need in enumerate(needs):
+            blocks = numbers[used : used + need].copy()
+            blocks[: shared // block_size] = numbers[: shared // block_size]
+            draft.write_table(i + 1, np.arange(need, dtype=np.int32), blocks)
+            used += need
+        fed = sum(n for _, n in rows if n > 1)
+        if fed:
+            draft.tokens.append(np.zeros(fed, np.int32))
+        columns = [
+            np.array(c, np.int64) for c in zip(*((i + 1, s, n, SAMPLE) for i, (s, n) in enumerate(rows)), strict=True)
+        ]
+        words = draft.encode(tuple(columns), decodes)
+        count, tokens = len(rows), sum(n for _, n in rows)
+        tiles = sum(-(-n // self.cut.tile) for _, n in rows if n > 1)
+        items = self.cut.items + count
+        self.step = StepTables(count, tokens, items, tiles, DEVICE)
+        self.tables = torch.zeros((count + 1, max(needs)), dtype=torch.int32, device=DEVICE)
+        params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
+        last = torch.zeros(count + 1, dtype=torch.int64, device=DEVICE)
+        words = np.concatenate([np.array([shared, 0, 0, 0], np.int32), words])
+        self.words = torch.from_numpy(words).to(DEVICE)
+        self.begin = lambda: begin(
+            self.words, self.step, self.tables, params, last, self.cut, block_size, count, tokens
+        )
+        self.begin()
+        self.pool = KVPool(1, sum(needs) + 1, block_size, shape.kv_heads, shape.head_dim, torch.bfloat16, DEVICE)
+        self.pool.data.normal_()
+        self.q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=DEVICE)
+        self.backend.reserve(items, count, DEVICE)
+        self.sizes = Sizes(tokens, count, items if decodes else 0, tiles, shared > 0)
+        self.plan = TritonPlan(self.sizes, self.step, self.tables, self.step.slots_T)
+
+    def run(self) -> torch.Tensor:
+        return self.backend._attend(0, self.q, self.pool, self.plan)
+
+
+def best(
+    table: dict[str, tuple[int, ...]], choices: Iterable[tuple[int, ...]], measure: Callable[[], float], tune: bool
+):
+    """The fastest of `choices` for `table["half"]`, which keeps its value; only that value without `tune`."""
+    kept, found = table["half"], (float("inf"), table["half"])
+    for choice in choices if tune else [kept]:
+        table["half"] = choice
+        try:
+            found = min(found, (measure(), choice))
+        except Exception as error:  # a configuration that does not fit the device
+            print(f"  {choice}: {str(error)[:80]}")
+    table["half"] = kept
+    return found
+
+
+def bench_decode(tune: bool) -> None:
+    rng = np.random.default_rng(1)
+    mixed = [(int(n), 1) for n in rng.integers(100, 2048, 256)]
+    cases = [
+        ("256 x 1024, 32/8", 32, 8, [(1024, 1)] * 256), ("256 x 1024, 16/8", 16, 8, [(1024, 1)] * 256),
+        ("256 x 100..2047, 16/8", 16, 8, mixed), ("128 x 100..2047, 16/8", 16, 8, mixed[:128]),
+        ("32 x 8192, 32/8", 32, 8, [(8192, 1)] * 32), ("32 x 1024, 16/8", 16, 8, [(1024, 1)] * 32),
+        ("8 x 1024, 16/8", 16, 8, [(1024, 1)] * 8), ("1 x 1024, 16/8", 16, 8, [(1024, 1)]),
+        ("1 x 8192, 32/8", 32, 8, [(8192, 1)]), ("256 x 1024, 40/40", 40, 40, [(1024, 1)] * 256),
+    ]  # fmt: skip
+    for name, heads, kv_heads, rows in cases:
+        shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
+        nbytes = sum(s + n for s, n in rows) * kv_heads * 128 * 2 * 2
+        for block_size in (16, 64):
+            results = []
+            for factor in (1, 2, 4) if tune else (0,):
+                base = TritonAttention(shape, torch.bfloat16).cut(len(rows), 132)
+                items = base.items if not tune else max(132 * 3 // kv_heads * factor // 2, len(rows) * factor)
+                step = Step(shape, rows, block_size, cut=Cut(items, 64, 64, base.tile))
+                choices = [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 4), (64, 2, 4)]
+                seconds, choice = best(decode.TUNED, choices, lambda step=step: timed(step.run), tune)
+                results.append((seconds, choice, items))
+                del step
+            seconds, choice, items = min(results)
+            report(f"decode {name}, blocks of {block_size}", seconds, nbytes, note=f"{choice} items {items}")
+            if tune:
+                print("   ", [(round(s * 1e6, 1), c, i) for s, c, i in results])
+
+
+def bench_prefill(tune: bool) -> None:
+    cases = [
+        ("8 x 4096, 32/8", 32, 8, [(0, 4096)] * 8), ("8 x 4096, 16/8", 16, 8, [(0, 4096)] * 8),
+        ("32 x 1024, 32/8", 32, 8, [(0, 1024)] * 32), ("2 x 16384, 32/8", 32, 8, [(0, 16384)] * 2),
+        ("128 x 64 after 3072, 16/8", 16, 8, [(3072, 64)] * 128),
+    ]  # fmt: skip
+    choices = [
+        (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 2), (128, 32, 4, 4),
+        (64, 64, 4, 3), (64, 128, 4, 3),
+    ]  # fmt: skip
+    for name, heads, kv_heads, rows in cases:
+        shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
+        flops = sum(4 * heads * 128 * n * (s + n / 2) for s, n in rows)
+        for block_size in (16, 64):
+
+            def measure(shape=shape, rows=rows, block_size=block_size) -> float:
+                return timed(Step(shape, rows, block_size).run, 3)
+
+            seconds, choice = best(prefill.TUNED, choices, measure, tune)
+            report(f"prefill {name}, blocks of {block_size}", seconds, flops=flops, note=str(choice))
+
+
+def bench_prefix(tune: bool) -> None:
+    for heads, kv_heads in ((16, 8), (32, 8)):
+        shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
+        rows = [(3072 + 64 + i % 64, 1) for i in range(256)]
+        plain = Step(shape, rows, 16)
+        nbytes = sum(s + n for s, n in rows) * kv_heads * 512
+        report(f"256 rows of which 3072 shared, {heads}/{kv_heads}, plain", timed(plain.run), nbytes)
+        step = Step(shape, rows, 16, shared=3072)
+        choices = [(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3)]
+        seconds, choice = best(prefill.TUNED, choices, lambda step=step: timed(step.run), tune)
+        nbytes = (3072 + sum(s + n - 3072 for s, n in rows)) * kv_heads * 512
+        flops = 256 * 3072 * heads * 128 * 4
+        report(f"  the prefix read once, {heads}/{kv_heads}", seconds, nbytes, flops, note=str(choice))
+
+
+def bench_small(tune: bool) -> None:
+    for tokens in (1, 256, 8192):
+        for size, mlp, heads, kv_heads in ((1024, 3072, 16, 8), (4096, 14336, 32, 8)):
+            x, r = (torch.randn(tokens, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            w = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
+            name = f"{tokens} tokens of {size}"
+            report(
+                f"add_rms_norm {name}", timed(lambda x=x, r=r, w=w: norm.add_rms_norm(x, r, w, 1e-6)), 8 * x.numel()
+            )
+            g = torch.randn(tokens, 2 * mlp, dtype=torch.bfloat16, device=DEVICE)
+            report(f"silu_and_mul {name}", timed(lambda g=g: norm.silu_and_mul(g)), 3 * g.numel())
+            qkv = torch.randn(tokens, heads + 2 * kv_heads, 128, dtype=torch.bfloat16, device=DEVICE)
+            table = torch.randn(8192, 128, dtype=torch.bfloat16, device=DEVICE)
+            at = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+            pool = torch.zeros(2, 600, kv_heads, 16, 128, dtype=torch.bfloat16, device=DEVICE)
+            weights = torch.ones(heads + kv_heads, 128, dtype=torch.bfloat16, device=DEVICE)
+            seconds = timed(
+                lambda qkv=qkv, weights=weights, table=table, at=at, pool=pool: rope.norm_rotate_write(
+                    qkv, (weights, 1e-6), table, at, at, pool[0], pool[1]
+                )
+            )
+            report(f"norm_rotate_write {name}", seconds, 4 * qkv.numel())
+    step = Step(AttentionShape(16, 8, 128, 0.1), [(1024, 1)] * 256, 16)
+    report("begin, 256 rows", timed(step.begin), 1)
+
+
+def bench_sample(tune: bool) -> None:
+    for count in (1, 32, 256, 1024):
+        logits = torch.randn(count, 151936, dtype=torch.bfloat16, device=DEVICE) * 3
+        step = StepTables(count, 1, 1, 1, DEVICE)
+        step.meta[6] = count
+        step.samples_3R[1] = torch.arange(1, count + 1, device=DEVICE)
+        params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
+        params[:, 4:7] = torch.tensor([0.7, 0.9, 0.05]).view(torch.int32).to(DEVICE)
+        params[:, 3] = 50
+        last, out = (torch.zeros(count + 1, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.int32))
+        for name, random, filters in (
+            ("greedy", False, False),
+            ("temperature", True, False),
+            ("filters", True, True),
+        ):
+            seconds = timed(
+                lambda logits=logits, step=step, params=params, last=last, out=out, random=random, filters=filters: (
+                    sample.sample(logits, step, params, last, out, 1.0, 0.0, random, filters)
+                )
+            )
+            report(f"sample {count} x 151936, {name}", seconds, 2 * logits.numel())
+
+
+def bench_linear(tune: bool) -> None:
+    for n, k in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 4096), (28672, 4096),
+                 (4096, 14336), (151936, 1024), (128256, 4096)):  # fmt: skip
+        copies = max(2, int(300e6 // (n * k * 2)) + 1)
+        weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) for _ in range(min(copies, 40))]
+        for m in (1, 8, 64, 128, 256, 512, 1024, 8192):
+            if m * n > 3e8:
+                continue
+            x = torch.randn(m, k, dtype=torch.bfloat16, device=DEVICE)
+
+            def call(x=x, weights=weights) -> None:
+                for w in weights:
+                    torch.nn.functional.linear(x, w)
+
+            seconds = timed(call, 1) / len(weights)
+            report(
+                f"linear {m} x {n} x {k}", seconds, 0, 2 * m * n * k, note=f"{2 * n * k / seconds / 1e12:.2f} TB/s"
+            )
+
+
+BENCHES = {
+    "decode": bench_decode, "prefill": bench_prefill, "prefix": bench_prefix, "small": bench_small,
+    "sample": bench_sample, "linear": bench_linear,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(BENCHES)
+    for bench in names:
+        with torch.inference_mode():
+            BENCHES[bench]("--tune" in sys.argv)
+        torch.cuda.empty_cache()
+    with open(sys.argv[1], "w") as file:
+        json.dump(OUT, file, indent=1)

@@ -1,0 +1,109 @@
+"""Where the time of one decode step goes: wall, host and each kernel, for a shape and some batch sizes.
+
+    python benchmarks/gpu/steps.py SHAPE BATCHES OUT.json [context]
+
+Wall: mean of 100 engine steps with all rows decoding. Host: CPU time of plan, launch and commit in them, without
+waiting. Kernels: device time a step from torch's profiler over 5 steps, summed by kernel name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from octavo.bench import gpu
+
+
+def settle(llm: Any, batch: int, context: int) -> None:
+    """Rows with `context` tokens, all of them decoding."""
+    import random
+
+    from octavo.types import SamplingParams
+
+    rng = random.Random(batch)
+    for _ in range(batch):
+        params = SamplingParams(temperature=0.6, max_tokens=400, ignore_eos=True)
+        llm._add([rng.randrange(10, 30000) for _ in range(context)], params, "", "")
+    for _ in range(2000):
+        llm._step()
+        slots = llm.engine.scheduler.state.slots
+        if int((slots.state == 3).sum()) == batch:
+            break
+    for _ in range(5):
+        llm._step()
+
+
+def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a step: wall, and host time by part."""
+    loop, times = llm.engine.loop, defaultdict(float)
+    runner, scheduler = loop.runner, loop.scheduler
+    originals = (runner.launch, scheduler.plan, scheduler.commit)
+
+    def wrap(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args)
+            times[name] += time.perf_counter() - begin
+            return result
+
+        return call
+
+    runner.launch, scheduler.plan, scheduler.commit = (
+        wrap(name, function) for name, function in zip(("launch", "plan", "commit"), originals, strict=True)
+    )
+    torch.cuda.synchronize()
+    begin, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(steps):
+        llm._step()
+    torch.cuda.synchronize()
+    wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+    runner.launch, scheduler.plan, scheduler.commit = originals
+    return 1000 * wall / steps, {"cpu": 1000 * cpu / steps} | {n: 1000 * t / steps for n, t in times.items()}
+
+
+def kernels(llm: Any, steps: int) -> list[tuple[str, int, float]]:
+    """(name, launches, microseconds) of each kernel, a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            llm._step()
+        torch.cuda.synchronize()
+    rows = [(e.key[:70], e.count / steps, e.self_device_time_total / steps) for e in profile.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    llm = gpu.build(parser.parse_args(["--shape", sys.argv[1]]))
+    gpu.warm_up(llm)
+    print(llm.engine.loop.runner.timeline)
+    out: dict[str, Any] = {}
+    for batch in (int(size) for size in sys.argv[2].split(",")):
+        settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 else 1024)
+        wall, host = host_times(llm, 100)
+        table = kernels(llm, 5)
+        device = sum(row[2] for row in table) / 1000
+        print(
+            f"batch {batch}: wall {wall:.3f} ms, device {device:.3f} ms, host",
+            {k: round(v, 3) for k, v in host.items()},
+        )
+        for name, count, micros in table[:16]:
+            print(f"    {micros:9.1f} us {count:6.1f} x {name}")
+        out[str(batch)] = {"wall_ms": wall, "device_ms": device, "host_ms": host, "kernels": table}
+        for number in list(llm._texts):
+            llm._drop([number])
+        while llm.engine.scheduler.has_work():
+            llm._step()
+    with open(sys.argv[3], "w") as file:
+        json.dump(out, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""CudaRunner: plans executed by captured graphs on one CUDA device.
+
+A step is one copy of the plan's words to the device, a graph B (writes of the plan, all layers, hidden states of the
+rows that sample) and a graph S (head, tokens), one copy of the tokens back, and an event. B exists per number of
+decode rows and per number of tokens of a mixed step, S per number of samples; a step larger than the largest of them
+is launched kernel by kernel. A step with a rare row runs the torch sampler instead of S.
+
+The host buffers rotate: one is written again only when the step that used it is done. Nothing else is shared with
+the device, and all device work is on one stream, in the order of the plans.
+
+Shape letters: T tokens of a step, R rows, N samples, I hidden features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention.base import KVPool
+from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
+from octavo.errors import EngineError, invariant
+from octavo.kernels.gpu.sample import sample as sample_on_device
+from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
+from octavo.layers.attention import HeadNorm
+from octavo.model.decoder import Decoder
+from octavo.runner.base import StepError, StepResult
+from octavo.runner.cuda_rows import CudaRows
+from octavo.runner.graphs import Graphs
+from octavo.runner.step import sample, sampled_rows
+from octavo.scheduler.plan import HEADER_WORDS, PARAM_WORDS, RARE, SAMPLE, SECTIONS, PlanDraft, PlanView
+
+HOST_BUFFERS = 4  # steps whose host buffers may be in use
+PREFIX_ROWS = 8  # decode rows from which a shared prefix is read once ...
+PREFIX_KEYS = 65536  # ... when that spares reading at least so many keys
+_EXTRA_WORDS = 128  # words of EXTRAS per row that a plan may hold
+
+
+def decode_sizes(rows: int) -> list[int]:
+    """Numbers of decode rows (and of samples) that have a graph, up to `rows`."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32), *range(576, 4097, 64)]
+    return [size for size in sizes if size < rows] + [rows]
+
+
+def token_sizes(tokens: int) -> list[int]:
+    """Numbers of tokens of a mixed step that have a graph; larger steps keep the device busy by themselves."""
+    sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048]
+    return [size for size in sizes if size <= tokens]
+
+
+class _HostBuffer:
+    """One rotating pair: words to the device, tokens from it, and the event after which both are free again."""
+
+    def __init__(self, words: int, samples: int, device: torch.device) -> None:
+        pin = device.type == "cuda"
+        self.words = torch.zeros(words, dtype=torch.int32, pin_memory=pin)
+        self.tokens = torch.zeros(samples, dtype=torch.int32, pin_memory=pin)
+        self.words_view: NDArray[np.int32] = self.words.numpy()
+        self.tokens_view: NDArray[np.int32] = self.tokens.numpy()
+        self.event = torch.cuda.Event() if pin else None
+        self.busy = False
+
+    def wait(self) -> None:
+        """Until the step that used it is done."""
+        if self.busy and self.event is not None:
+            self.event.synchronize()
+        self.busy = False
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A launched step: where its tokens arrive, how many, and what the torch sampler found."""
+
+    buffer: _HostBuffer
+    samples: int
+    result: StepResult | None = None
+
+
+class CudaRunner:
+    """Runs `decoder` with `rows` sequences of up to `max_len` tokens, `max_tokens` a step; see `Runner`.
+
+    `blocks` KV blocks, the padding block included; `set_pool` may change their number as long as no graph exists.
+    `eager`: no graphs. The decoder's backend must be `TritonAttention`.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int, max_tokens: int, eager: bool
+    ) -> None:
+        backend, device = decoder.backend, decoder.device
+        invariant(isinstance(backend, TritonAttention), "the CUDA runner has the Triton backend")
+        self.decoder, self.block_size, self.device = decoder, block_size, device
+        self._backend: TritonAttention = backend  # type: ignore[assignment]
+        columns = -(-max_len // block_size)
+        self.rows = CudaRows(rows + 1, columns, device)
+        self.max_rows, self.max_tokens = rows, max_tokens
+        self._decode_sizes = decode_sizes(min(rows, max_tokens))
+        self._token_sizes = token_sizes(max_tokens)
+        on_cuda = device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
+        items = self._cut(rows).items + rows
+        self.step = StepTables(rows, max_tokens, items, max_tokens // self._backend.tile + rows + 1, device)
+        self._backend.reserve(items, rows, device)
+        self._rope_PD = decoder.rope_table(max_len)
+        self._picked_RI = torch.zeros((rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=device)
+        self._out_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        words = HEADER_WORDS + rows * (4 + 3 + PARAM_WORDS + 4 + _EXTRA_WORDS) + 3 * columns + max_tokens + 4096
+        self._words = torch.zeros(RUN_WORDS.value + words, dtype=torch.int32, device=device)
+        self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
+        self._turn = 0
+        self.timeline: dict[str, float] = {}  # seconds of each part of the start
+        self.graphs = Graphs(device, not eager)
+        self.set_pool(blocks)
+
+    def set_pool(self, blocks: int) -> None:
+        """Allocate a KV pool of `blocks` blocks in place of the one there is."""
+        invariant(not len(self.graphs), "graphs hold the old pool")
+        self.__dict__.pop("pool", None)  # the new one may need its memory
+        self.pool: KVPool = self.decoder.make_pool(blocks, self.block_size)
+
+    @torch.inference_mode()
+    def try_largest(self) -> None:
+        """Run the largest step there can be, in the padding block: the most memory that anything will need."""
+        length = min(self.max_tokens, self.rows.tables_SM.shape[1] * self.block_size)
+        rows = min(self.max_rows, -(-self.max_tokens // length))
+        draft = PlanDraft(0, tokens=[np.zeros(rows * length, np.int32)[: self.max_tokens]])
+        lengths = np.full(rows, length, np.int64)
+        lengths[-1] = self.max_tokens - length * (rows - 1) if rows * length > self.max_tokens else length
+        zeros = np.zeros(rows, np.int64)
+        self._send(draft.encode((zeros, zeros, lengths, zeros + SAMPLE), 0), 0, self._buffers[0])
+        tiles = int((-(-lengths // self._backend.tile)).sum())
+        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles))
+        self.run_sample(self._decode_sizes[-1], True, True)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture B and S for every number of decode rows; the other graphs are captured when first used."""
+        none = np.zeros(0, np.int64)
+        self._send(PlanDraft(0).encode((none, none, none, none), 0), 0, self._buffers[0])
+        for size in reversed(self._decode_sizes):
+            for random in (False, True):
+                self._run_sample_graph(size, random, False)
+            self._run_decode_graph(size, False)
+
+    def launch(self, words: NDArray[np.int32]) -> Ticket:
+        """Start one plan; see `octavo.runner.base.Runner`."""
+        try:
+            with torch.inference_mode():
+                return self._launch(PlanView(words))
+        except torch.OutOfMemoryError as error:
+            raise StepError(f"The device has no memory left for a step of {words[4]} tokens: {error}") from error
+        except torch.AcceleratorError as error:
+            raise EngineError(f"The CUDA device failed: {error}", "Restart; see the driver's log.") from error
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a launched step; see `octavo.runner.base.Runner`."""
+        try:
+            ticket.buffer.wait()
+        except torch.AcceleratorError as error:
+            raise EngineError(f"The CUDA device failed: {error}", "Restart; see the driver's log.") from error
+        tokens = ticket.buffer.tokens_view[: ticket.samples].copy()
+        if ticket.result is not None:
+            ticket.result.tokens = tokens
+            return ticket.result
+        bad = tokens < 0
+        if not bad.any():
+            return StepResult(tokens)
+        tokens[bad] = 0
+        return StepResult(tokens, bad)
+
+    def close(self) -> None:
+        """Free graphs, pool and host buffers."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.graphs.clear()
+        del self.pool
+
+    def _launch(self, view: PlanView) -> Ticket:
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer.wait()
+        self.rows.note(view)
+        prefix = self._shared_prefix(view)
+        self._send(view.words, prefix, buffer)
+        if len(view.copies):
+            self._copy_blocks(view)
+        self._body(view, prefix)
+        samples = int(np.count_nonzero(view.flags & SAMPLE))
+        ticket = Ticket(buffer, samples)
+        if samples and (view.flags & RARE).any():
+            ticket.result = self._rare_sample(view, samples)
+        elif samples:
+            self._sample(view, samples)
+        buffer.tokens[:samples].copy_(self._out_R[:samples], non_blocking=True)
+        if buffer.event is not None:
+            buffer.event.record()
+            buffer.busy = True
+        return ticket
+
+    def _send(self, words: NDArray[np.int32], prefix: int, buffer: _HostBuffer) -> None:
+        """The runner's words, then the plan's, in one copy."""
+        head = RUN_WORDS.value
+        end = head + len(words)
+        if end > len(self._words):
+            raise StepError(f"A plan of {len(words)} words; there is room for {len(self._words) - head}.")
+        buffer.words_view[0] = prefix
+        buffer.words_view[head:end] = words
+        self._words[:end].copy_(buffer.words[:end], non_blocking=True)
+
+    def _copy_blocks(self, view: PlanView) -> None:
+        """Block copies, before anything is written; their numbers are on the device already."""
+        offset = RUN_WORDS.value + int(view.words[8 + 2 * SECTIONS.index("copies")])
+        pairs = self._words[offset : offset + view.copies.size].view(-1, 2).to(torch.int64)
+        self.pool.copy_blocks(pairs[:, 0], pairs[:, 1])
+
+    def _shared_prefix(self, view: PlanView) -> int:
+        """Keys that all rows share, when reading them once pays; else 0."""
+        rows = view.rows
+        if rows < PREFIX_ROWS or view.decode_rows != rows or self._backend.shape.window:
+            return 0
+        keys = self.rows.shared_columns(view, self.block_size) * self.block_size
+        return keys if keys * (rows - 1) >= PREFIX_KEYS else 0
+
+    def _cut(self, lanes: int) -> Cut:
+        return self._backend.cut(lanes, self._processors)
+
+    def _body(self, view: PlanView, prefix: int) -> None:
+        """Graph B, or its kernels one by one."""
+        rows, tokens, decodes = view.rows, view.total_tokens, view.decode_rows
+        if not rows:  # writes only
+            begin(
+                self._words, self.step, self.rows.tables_SM, self.rows.params_SP, self.rows.last_token_S,
+                self._cut(1), self.block_size, 1, 1,
+            )  # fmt: skip
+            return
+        if decodes == rows:
+            self._run_decode_graph(self.decode_size(rows), prefix > 0)
+            return
+        chunks = view.length[decodes:]
+        tiles = int((-(-chunks // self._backend.tile)).sum())
+        size = next((size for size in self._token_sizes if size >= tokens), 0)
+        sizes = self.mixed_launch(size)
+        if size and tiles <= sizes.tiles:
+            self.graphs.run(("mixed", size), lambda: self.run_body(sizes))
+        else:
+            items = self._cut(decodes).items + decodes if decodes else 0
+            self.run_body(Sizes(tokens, rows, items, tiles))
+
+    def decode_size(self, rows: int) -> int:
+        """The graph size that serves `rows` rows."""
+        return next(size for size in self._decode_sizes if size >= rows)
+
+    def _run_decode_graph(self, size: int, prefix: bool) -> None:
+        sizes = Sizes(size, size, self._cut(size).items + size, 0, prefix)
+        self.graphs.run(("decode", size, prefix), lambda: self.run_body(sizes))
+
+    def _run_sample_graph(self, size: int, random: bool, filters: bool) -> None:
+        self.graphs.run(("sample", size, random, filters), lambda: self.run_sample(size, random, filters))
+
+    def mixed_launch(self, size: int) -> Sizes:
+        """What graph B of a mixed step of `size` tokens is launched for: all rows may decode, or be short chunks."""
+        lanes = min(size, self.max_rows)
+        return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._backend.tile + min(lanes, 64))
+
+    def run_body(self, sizes: Sizes) -> None:
+        """Everything from the plan's words on the device to the hidden states of the rows that sample."""
+        step, rows = self.step, self.rows
+        begin(
+            self._words, step, rows.tables_SM, rows.params_SP, rows.last_token_S, self._cut(sizes.lanes),
+            self.block_size, sizes.lanes, sizes.tokens,
+        )  # fmt: skip
+        plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens])
+
+        def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
+            return self._backend.run_qkv(layer, qkv_TJD, norm, self._rope_PD, self.pool, plan)
+
+        hidden_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
+        last_R = step.samples_3R[0, : sizes.lanes]
+        torch.index_select(hidden_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
+
+    def _sample(self, view: PlanView, samples: int) -> None:
+        """Graph S."""
+        host, rows = self.rows.host, view.device_rows[(view.flags & SAMPLE) != 0]
+        random = host.random[rows]
+        use_random = bool(random.any())
+        use_filters = use_random and bool((random & host.filters[rows]).any())
+        self._run_sample_graph(self.decode_size(samples), use_random, use_filters)
+
+    def run_sample(self, size: int, random: bool, filters: bool) -> None:
+        """Head and sampling of up to `size` samples."""
+        spec, rows = self.decoder.spec, self.rows
+        logits_NV = self.decoder.raw_logits(self._picked_RI[:size])
+        sample_on_device(
+            logits_NV, self.step, rows.params_SP, rows.last_token_S, self._out_R, spec.logit_scale,
+            spec.logit_softcap, random, filters,
+        )  # fmt: skip
+
+    def _rare_sample(self, view: PlanView, samples: int) -> StepResult:
+        """The torch sampler, for steps with a row that S cannot serve."""
+        logits_NV = self.decoder.logits(self._picked_RI[:samples])
+        tokens_N, result = sample(logits_NV, view, sampled_rows(view), self.rows)
+        self._out_R[:samples] = tokens_N.to(torch.int32)
+        return result

@@ -1,0 +1,55 @@
+"""Captured CUDA graphs, by key: the first use of a key runs its function and captures it for all later uses.
+
+A function that is captured reads and writes device memory at fixed places only and reads no device value on the
+host. All graphs share one memory pool: they run one after the other on one stream, and what one of them leaves in
+the pool no other reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+
+class Graphs:
+    """The graphs of one runner. With `enabled` off every function simply runs."""
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        if self.enabled:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Replay the graph of `key`, or run `function` and capture it for the next time."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        function()
+        if self.enabled:
+            self._graphs[key] = self._capture(function)
+
+    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Only this thread's calls are watched, so that other threads may use CUDA meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def clear(self) -> None:
+        """Forget all graphs and give their memory back."""
+        self._graphs.clear()

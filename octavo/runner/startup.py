@@ -1,0 +1,199 @@
+"""From a checkpoint to a running CUDA engine: weights to the card, one largest step, KV pool, graphs; and how long.
+
+The pool is sized after the largest step has really run, so workspaces, loaded kernels and other processes are counted
+and nothing is guessed but the memory of the graphs, which is bounded by arithmetic. What cannot fit is refused with
+what it needs, what there is, and what would help, the most effective first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.config import GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve
+from octavo.errors import ConfigError
+from octavo.model.decoder import Decoder
+from octavo.model.spec import ModelSpec
+from octavo.runner.build import torch_dtype
+from octavo.runner.cuda_runner import CudaRunner
+from octavo.weights.checkpoint import Array, Checkpoint, to_float32
+from octavo.weights.load import DummyCheckpoint, load
+from octavo.weights.needs import TensorNeed
+
+_log = logging.getLogger(__name__)
+
+_STAGING = 64 << 20  # bytes of each of the two pinned buffers that weights pass through
+_GRAPH_MARGIN = 768 << 20  # bytes of all graphs themselves and of the captured mixed steps
+_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Seconds of each part of the start, in order, beginning with the process itself."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=lambda: time.monotonic() - process_age())
+
+    def mark(self, part: str) -> None:
+        """Everything since the mark before belongs to `part`."""
+        now = time.monotonic()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def line(self) -> str:
+        """All parts and their sum."""
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
+        return f"start: {sum(self.parts.values()):.2f} s ({parts})"
+
+
+def process_age() -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+class _Uploader:
+    """Arrays to the device through two pinned buffers, so that reading and copying overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(_STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
+
+    def upload(self, array: Array, dtype: torch.dtype) -> Tensor:
+        """A tensor with the bytes of `array`, read as `dtype`."""
+        out = torch.empty(array.shape, dtype=dtype, device=self._device)
+        target = out.view(-1).view(torch.uint8)
+        source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for at in range(0, len(source), _STAGING):
+            piece = source[at : at + _STAGING]
+            buffer, event = self._buffers[self._turn], self._events[self._turn]
+            event.synchronize()
+            np.copyto(buffer.numpy()[: len(piece)], piece)
+            target[at : at + len(piece)].copy_(buffer[: len(piece)], non_blocking=True)
+            event.record()
+            self._turn = 1 - self._turn
+        return out
+
+
+def load_params(
+    needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Every tensor of the model on the device under its internal name; dummy weights are made there."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        return dummy_params(needs, dtype, device)
+    uploader, params = _Uploader(device), {}
+    for item in load(needs, checkpoint):
+        stored = _PLAIN.get(item.dtype, torch.float32)
+        array = item.array if item.dtype in _PLAIN else to_float32(item.array, item.dtype)
+        params[item.name] = uploader.upload(array, stored).to(dtype)
+    return params
+
+
+def dummy_params(needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Filler as `DummyCheckpoint` describes it, made on the device: other values, the same distribution."""
+    generator = torch.Generator(device).manual_seed(0)
+    params = {}
+    for need in needs:
+        tensor = torch.empty(need.shape, dtype=dtype, device=device)
+        if len(need.shape) == 1 and ("norm" in need.name or "rope" in need.name):
+            params[need.name] = tensor.fill_(1.0)
+        else:
+            bound = math.sqrt(3.0 / need.shape[-1])
+            params[need.name] = tensor.uniform_(-bound, bound, generator=generator)
+    return params
+
+
+def build_cuda(
+    config: EngineConfig, spec: ModelSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint, model: ModelFacts
+) -> tuple[CudaRunner, Facts]:
+    """A runner that is ready to serve, and the numbers it runs with. Raises ConfigError for what cannot fit."""
+    timeline = Timeline()
+    timeline.mark("process and imports")
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), torch_dtype(model.dtype)
+    free, total = torch.cuda.mem_get_info(device)
+    memory = _Memory(config, total, min(free, int(total * _share(config))))
+    weights = sum(math.prod(need.shape) for need in needs) * dtype.itemsize
+    timeline.mark("device")
+    wish = memory.resolve(model, memory.budget - weights, f"{_gib(weights)} of weights")  # refuse before loading
+    decoder = Decoder(spec, load_params(needs, checkpoint, dtype, device))
+    torch.cuda.synchronize(device)
+    timeline.mark("weights")
+    runner = CudaRunner(
+        decoder, blocks=1, block_size=wish.block_size, rows=wish.max_num_seqs, max_len=wish.max_model_len,
+        max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager,
+    )  # fmt: skip
+    runner.try_largest()
+    torch.cuda.synchronize(device)
+    timeline.mark("largest step")
+    used = free - torch.cuda.mem_get_info(device)[0]
+    graphs = 0 if config.model.enforce_eager else _GRAPH_MARGIN + wish.max_num_seqs * spec.vocab_size * dtype.itemsize
+    what = f"{_gib(weights)} of weights and {_gib(used - weights + graphs)} to run steps"
+    facts = memory.resolve(model, memory.budget - used - graphs, what)
+    runner.set_pool(facts.blocks)
+    timeline.mark("KV cache")
+    if not config.model.enforce_eager:
+        runner.capture()
+        torch.cuda.synchronize(device)
+    timeline.mark("graphs")
+    runner.timeline = timeline.parts
+    _log.info("%s", timeline.line())
+    return runner, facts
+
+
+def _share(config: EngineConfig) -> float:
+    share = config.cache.gpu_memory_utilization
+    if not 0.05 <= share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization is {share}.", "Give a share of the card's memory, 0.05 to 1.")
+    return share
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The card: bytes in all, and bytes that this engine may use."""
+
+    config: EngineConfig
+    total: int
+    budget: int
+
+    def resolve(self, model: ModelFacts, left: int, taken: str) -> Facts:
+        """The engine's numbers with `left` bytes for the KV cache; ConfigError says what `taken` leaves."""
+        try:
+            facts = resolve(self.config, Hardware("cuda", max(left, 0)), model)
+        except ConfigError as error:
+            raise self._too_small(model, left, taken, error.cause) from None
+        if facts.blocks * facts.kv_bytes_per_block > left:
+            wanted = facts.blocks * facts.kv_bytes_per_block
+            raise self._too_small(model, left, taken, f"The KV cache asked for takes {_gib(wanted)}.")
+        return facts
+
+    def _too_small(self, model: ModelFacts, left: int, taken: str, cause: str) -> ConfigError:
+        """Needs, has, and what would help, the most effective first."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        longest = self.config.model.max_model_len or model.max_positions
+        fixes = {
+            "raise --gpu-memory-utilization to 0.95": (0.95 - cache.gpu_memory_utilization) * self.total,
+            f"lower --max-model-len from {longest} to {longest // 2}": longest // 2 * model.kv_bytes_per_token,
+            f"lower --max-num-batched-tokens from {scheduler.max_num_batched_tokens or 8192} to 2048": 1.0 * GIB,
+        }
+        ranked = sorted(fixes.items(), key=lambda item: -item[1])
+        text = "; or ".join(f"{fix} ({_gib(effect)})" for fix, effect in ranked if effect > 0)
+        have = f"This engine may use {_gib(self.budget)} of the card's {_gib(self.total)}; {taken} leave {_gib(left)}"
+        return ConfigError(f"{have} for the KV cache. {cause}", f"{text[:1].upper()}{text[1:]}.")
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,111 @@
+"""The Triton kernels on a real device against the oracles in float64, on fresh random input, outputs poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionShape, KVPool
+from octavo.kernels import reference
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SHAPES = [(16, 8, 128), (32, 8, 128), (40, 40, 128), (9, 3, 64), (8, 1, 256), (4, 2, 96)]
+ROWS = [[1023], [5, 700, 64, 63, 1, 130], [2048, 17, 900] * 20]
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return pytest.importorskip("tests.kernels_interpret.cases.common")
+
+
+def attend(cases, shape: AttentionShape, dtype: torch.dtype, decodes, chunks, block_size, shared=0) -> float:
+    """Error of one step's attention, rows `decodes` and `chunks` as in `make_case`."""
+    from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
+
+    backend = TritonAttention(shape, dtype)
+    cut = dataclasses.replace(backend.cut(max(len(decodes), 1), 132))
+    case = cases.make_case(decodes, chunks, cut, device="cuda", block_size=block_size, shared=shared)
+    pool = KVPool(1, case.blocks + 1, block_size, shape.kv_heads, shape.head_dim, dtype, "cuda")
+    pool.data.normal_()
+    q = torch.randn(sum(case.lengths), shape.heads, shape.head_dim, device="cuda", dtype=dtype)
+    lanes = case.step.rows_CR.shape[1]
+    items = case.step.items_2I.shape[1]
+    backend.reserve(items, lanes, torch.device("cuda"))
+    assert backend._partials is not None
+    backend._partials.o_UHD.fill_(float("nan"))
+    backend._partials.lse_UH.fill_(float("nan"))
+    tiles = sum(-(-n // cut.tile) for _, n in chunks)
+    sizes = Sizes(len(q), lanes, items if decodes else 0, tiles, shared > 0)
+    torch.full_like(q, float("nan"))  # what the output is likely to be allocated over
+    got = backend._attend(0, q, pool, TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T))
+    keys = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
+    want = reference.paged_attention(
+        q.double(), pool.keys[0].double(), pool.values[0].double(), case.tables_SM[case.rows], case.lengths, keys,
+        shape.scale, shape.softcap, shape.window,
+    )[0]  # fmt: skip
+    return cases.error(got, want)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_attention(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    for block_size in (16, 64):
+        for rows in ROWS:
+            for extra in ({}, {"softcap": 20.0}, {"window": 200}):
+                shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, **extra)
+                assert attend(cases, shape, dtype, rows, [], block_size) < LIMITS[dtype]
+        chunks = [(0, 300), (512, 1), (100, 129), (0, 64)]
+        for extra in ({}, {"softcap": 20.0}, {"window": 100}):
+            shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, **extra)
+            assert attend(cases, shape, dtype, [700, 3], chunks, block_size) < LIMITS[dtype]
+        shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
+        shared = [512, 530, 900, 513] * 9
+        assert attend(cases, shape, dtype, shared, [], block_size, shared=448) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("size", [576, 1024, 4096, 5120])
+def test_elementwise(cases, size: int, dtype: torch.dtype) -> None:
+    from octavo.kernels.gpu import norm
+
+    x, r = (torch.randn(333, size, device="cuda", dtype=dtype) for _ in range(2))
+    w = torch.randn(size, device="cuda", dtype=dtype)
+    total, out = norm.add_rms_norm(x, r, w, 1e-5)
+    assert torch.equal(total, x + r)
+    assert cases.error(out, reference.rms_norm(total.double(), w.double(), 1e-5)) < LIMITS[dtype]
+    assert cases.error(norm.rms_norm(x, w, 1e-5), reference.rms_norm(x.double(), w.double(), 1e-5)) < LIMITS[dtype]
+    gate_up = torch.randn(77, 2 * size, device="cuda", dtype=dtype)
+    assert cases.error(norm.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.double())) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
+    from octavo.kernels.gpu.rope import norm_rotate_write
+
+    tokens = 301
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
+    angles = torch.rand(500, dim // 2, device="cuda") * 6
+    rope = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
+    norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(dtype), 1e-6) if normed else None
+    positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
+    slots = torch.randperm(20 * 16, device="cuda")[:tokens].to(torch.int32)
+    pools = [torch.full((20, kv_heads, 16, dim), 7.0, device="cuda", dtype=dtype) for _ in range(2)]
+    q = norm_rotate_write(qkv, norm, rope, positions, slots, *pools)
+    wide = rope.double()[positions.long()]
+    cos, sin = wide[:, : dim // 2], wide[:, dim // 2 :]
+    parts: list[Tensor] = [qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]]
+    weights = None if norm is None else (norm[0][:heads].double(), norm[0][heads:].double(), norm[1])
+    want = [torch.full((20, kv_heads, 16, dim), 7.0, device="cuda", dtype=torch.float64) for _ in range(2)]
+    want_q = reference.norm_rotate_write(
+        *(part.double() for part in parts), weights, torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1), *want,
+        slots.long(),
+    )  # fmt: skip
+    for got, expected in zip((q, *pools), (want_q, *want), strict=True):
+        assert cases.error(got, expected) < LIMITS[dtype]

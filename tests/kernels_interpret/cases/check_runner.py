@@ -1,0 +1,57 @@
+"""The CUDA runner without a CUDA device: same tokens as the torch runner, kernels interpreted, no graphs."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from octavo.attention.triton import TritonAttention
+from octavo.engine.loop import EngineLoop
+from octavo.runner.cuda_runner import CudaRunner
+from octavo.types import SamplingParams
+from tests.engine.tiny import VOCAB, TinyEngine, tiny_decoder
+
+
+def on_kernels(engine: TinyEngine, budget: int, seqs: int, max_len: int) -> TinyEngine:
+    """The same engine with its runner exchanged."""
+    decoder = tiny_decoder(torch.float32)
+    decoder.backend = TritonAttention(decoder.backend._shape, torch.float32)  # type: ignore[attr-defined]
+    runner = CudaRunner(
+        decoder, blocks=engine.runner.pool.num_blocks, block_size=engine.runner.block_size, rows=seqs,
+        max_len=max_len, max_tokens=budget, eager=True,
+    )  # fmt: skip
+    engine.loop = EngineLoop(engine.scheduler, runner, engine.loop.depth)
+    return engine
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(5)
+    head = [rng.randrange(3, VOCAB) for _ in range(32)]
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 4},
+        {"temperature": 0.8, "seed": 5, "top_k": 12, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 6, "n": 2},
+        {"temperature": 0.0, "logprobs": 2, "min_tokens": 3},
+    ]
+    out = []
+    for i, kind in enumerate(kinds):
+        ids = (head if i % 2 else []) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))]
+        out.append((ids, SamplingParams(max_tokens=rng.randrange(3, 7), **kind)))
+    return out
+
+
+def test_same_tokens_as_the_torch_runner() -> None:
+    size = {"budget": 24, "seqs": 6, "max_len": 96}
+    engines = []
+    for exchanged in (False, True):
+        engine = TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size)
+        if exchanged:
+            engine = on_kernels(engine, **size)
+        for i, (ids, params) in enumerate(requests()):
+            engine.submit(i, ids, params)
+        engine.run()
+        engines.append(engine)
+    assert engines[1].tokens == engines[0].tokens
+    assert engines[1].reasons == engines[0].reasons
