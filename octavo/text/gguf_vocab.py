@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file: a GPT-2 style BPE vocabulary and the name of its pre-tokenizer.
+"""The tokenizer inside a GGUF file: a SentencePiece vocabulary (`gguf_spm`), or a byte-level BPE.
 
-GGUF stores tokens and merges but only a name ("pre") for the way text is cut into words before merging, so each
-known name is spelled out here as the model's own tokenizer.json has it. An unknown name is refused: a wrong cut
-gives plausible but different ids.
+Of the latter GGUF stores tokens and merges but only a name ("pre") for the way text is cut into words before
+merging, so each known name is spelled out here as the model's own tokenizer.json has it. An unknown name is refused:
+a wrong cut gives plausible but different ids.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from octavo.errors import ModelError
 from octavo.files import field
-
-_CONTROL, _USER_DEFINED = 3, 4
+from octavo.text import gguf_spm
+from octavo.text.gguf_spm import CONTROL, UNKNOWN, USER_DEFINED
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,35 +53,43 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 def build(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes; ModelError when it is of an unknown kind."""
     model = field(metadata, "tokenizer.ggml.model", str)
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise ModelError(
             f"The file's tokenizer is of the kind {model!r}, which is not supported.",
-            "Supported is gpt2 (byte-level BPE); or use the model's safetensors folder.",
+            "Supported are gpt2 (byte-level BPE) and llama (SentencePiece); or use the model's safetensors folder.",
         )
-    kind = field(metadata, "tokenizer.ggml.pre", str, "default")
-    pre_tokenizer = _pre_tokenizer(kind)
     tokens = field(metadata, "tokenizer.ggml.tokens", list)
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise ModelError(f"The file's vocabulary has {len(tokens) - len(vocabulary)} duplicate tokens.")
+    if not all(isinstance(token, str) for token in tokens):
+        raise ModelError("The file's vocabulary holds something that is not a string.")
+    if len(set(tokens)) != len(tokens):
+        raise ModelError(f"The file's vocabulary has {len(tokens) - len(set(tokens))} duplicate tokens.")
     types = metadata.get("tokenizer.ggml.token_type", [])
     if len(types) not in (0, len(tokens)):
         raise ModelError(f"The file has {len(types)} token types for {len(tokens)} tokens.")
-    merges = [tuple(pair.split(" ")) for pair in field(metadata, "tokenizer.ggml.merges", list)]
     try:
-        # ignore_merges: Llama 3 takes a word that is a token as it is, without merging up to it.
-        bpe = models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe")
+        tokenizer = gguf_spm.build(metadata, tokens, types) if model == "llama" else _byte_level_bpe(metadata, tokens)
+    except ModelError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception and ValueError
         raise ModelError(f"The file's vocabulary and merges do not fit together ({error}).") from None
-    tokenizer = Tokenizer(bpe)
+    added = [
+        AddedToken(token, special=int(type_) != USER_DEFINED, normalized=False)
+        for token, type_ in zip(tokens, types, strict=False)
+        if type_ in (UNKNOWN, CONTROL, USER_DEFINED) and not (model == "llama" and gguf_spm.is_space_run(token))
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    kind = field(metadata, "tokenizer.ggml.pre", str, "default")
+    pre_tokenizer = _pre_tokenizer(kind)
+    merges = [tuple(pair.split(" ")) for pair in field(metadata, "tokenizer.ggml.merges", list)]
+    # ignore_merges: Llama 3 takes a word that is a token as it is, without merging up to it.
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    added = [
-        AddedToken(token, special=int(type_) == _CONTROL, normalized=False)
-        for token, type_ in zip(tokens, types, strict=False)
-        if type_ in (_CONTROL, _USER_DEFINED)
-    ]
-    tokenizer.add_tokens(added)
     return tokenizer

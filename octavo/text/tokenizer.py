@@ -109,12 +109,13 @@ class Tokenizer:
             if value is not None:
                 ids[name] = value
         pre = field(metadata, "tokenizer.ggml.pre", str, "default")
+        begins = pre == "llama-bpe" or metadata.get("tokenizer.ggml.model") == "llama"
         return cls(
             backend,
             bos_id=ids.get("bos"),
             eos_ids=tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),
             chat_template=field(metadata, "tokenizer.chat_template", str, None),
-            add_bos=field(metadata, "tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"),
+            add_bos=field(metadata, "tokenizer.ggml.add_bos_token", bool, begins),
             add_eos=field(metadata, "tokenizer.ggml.add_eos_token", bool, False),
         )
 

@@ -197,7 +197,7 @@ def test_user_defined_tokens_are_visible(metadata: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "'t5'"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
         ({"tokenizer.ggml.model": None}, "no 'tokenizer.ggml.model'"),
         ({"tokenizer.ggml.tokens": 5}, "int, not a list"),
