@@ -21,7 +21,7 @@ from octavo.errors import ConfigError, EngineError
 from octavo.kernels.native import missing
 from octavo.machine import usable_cores
 from octavo.model.rotary import inverse_frequencies
-from octavo.model.spec import ModelSpec
+from octavo.model.spec import ModelSpec, RopeSpec
 from octavo.quantization import ggml
 from octavo.runner.base import StepResult, TokenLogprobs
 from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, X_BAN_UNTIL, PlanView
@@ -41,23 +41,19 @@ FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "f32", "int8": "q8"
 
 _HEAD_ROWS = 16  # rows of logits that are looked at together in a step with rare rows
 _NO_BYTES = np.empty(0, np.uint8)
-_MATRICES = ("qkv", "o", "gate_up", "down", "embed", "head")
+_PAIRED = ("gate_up", "experts_gate_up")  # gate and up come one after the other
 
 
 class Place(NamedTuple):
-    """Where a need goes: layer (-1: none), name, part (q, k, v or gate, up), number of parts."""
+    """Where a tensor goes in the engine: layer (-1: none), name, part (q, k, v; number of an expert)."""
 
     layer: int
     name: str
     part: int
-    parts: int
 
 
 def refusal(spec: ModelSpec) -> str:
     """Why the native engine cannot run a model; "" when it can."""
-    odd = spec.activation != "silu" or spec.post_norms or spec.window_rope or spec.rope.magnitude != 1
-    if odd or spec.architecture == "phi3" or any(layer.window or layer.experts for layer in spec.layers):
-        return f"it does not know the layers of {spec.architecture}"
     if spec.head_dim % 16 or spec.head_dim > 256:
         return f"head_dim is {spec.head_dim}, not a multiple of 16 up to 256"
     if spec.heads // spec.kv_heads > 48:
@@ -192,64 +188,120 @@ def build_native(
     sizes = [spec.vocab_size, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, block_size, blocks]
     factors = [spec.norm_eps, spec.softmax_scale, spec.embed_scale, spec.residual_scale, spec.logit_scale]
     factors += [spec.attention_softcap, spec.logit_softcap]
-    inverse = inverse_frequencies(spec.rope, spec.head_dim, _rope_factors(needs, checkpoint)).tolist()
-    mlp = [layer.mlp_size for layer in spec.layers]
+    layers = [
+        [layer.mlp_size, layer.window, layer.experts, layer.experts_per_token, int(layer.norm_expert_weights)]
+        for layer in spec.layers
+    ]
+    rope = _frequencies(spec, spec.rope, needs, checkpoint), spec.rope.magnitude
+    other = spec.window_rope or spec.rope
+    window_rope = _frequencies(spec, other, needs, checkpoint), other.magnitude
+    gelu, post_norms = spec.activation == "gelu_tanh", spec.post_norms
     try:
-        engine = _native.Engine(sizes, mlp, factors, inverse, kv, threads or usable_cores(), isa)
-        _load_weights(engine, needs, checkpoint, dtype)
+        engine = _native.Engine(
+            sizes, factors, gelu, post_norms, layers, *rope, *window_rope, kv, threads or usable_cores(), isa
+        )
+        _load_weights(engine, spec, needs, checkpoint, dtype)
         engine.ready()
     except ValueError as error:
         raise ConfigError(f"The native engine cannot run this model: {error}.", "Use the torch back end.") from None
     return NativeRunner(engine, blocks=blocks, block_size=block_size, rows=rows, max_len=max_len)
 
 
-def _rope_factors(needs: Sequence[TensorNeed], checkpoint: Checkpoint) -> NDArray[np.float32] | None:
+def _frequencies(spec: ModelSpec, rope: RopeSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint) -> list[float]:
+    factors_F = None
     for need in needs:
         if need.name == "rope_factors":
             name = need.sources[0].name
-            return to_float32(checkpoint.read(name), checkpoint.info(name).dtype)
-    return None
+            factors_F = to_float32(checkpoint.read(name), checkpoint.info(name).dtype)
+    frequencies: list[float] = inverse_frequencies(rope, spec.head_dim, factors_F).tolist()
+    return frequencies
 
 
-def _load_weights(engine: _native.Engine, needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: str) -> None:
+def _load_weights(
+    engine: _native.Engine, spec: ModelSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: str
+) -> None:
     """Hand every tensor to the engine. What was read of a mapped file is let go at once."""
-    places, parts = _split(needs)
+    places, parts = _split(spec, needs)
     packed = () if dtype == "float32" else [need.name for need in parts]
     gate: Loaded | None = None
     for place, item in zip(places, load(parts, checkpoint, packed), strict=True):
         if place.name == "rope_factors":
             continue
         if item.array.ndim == 1:
-            engine.add_vector(place.layer, place.name, place.part, to_float32(item.array, item.dtype).ravel())
-        elif place.name != "gate_up":
+            vector = np.ascontiguousarray(to_float32(item.array, item.dtype))
+            engine.add_vector(place.layer, place.name, place.part, vector)
+        elif place.name not in _PAIRED:
             _add(engine, place, item, None, dtype)
         elif gate is None:
             gate = item
             continue  # both halves are packed into the same panels
         else:
-            _add(engine, Place(place.layer, place.name, 0, 1), gate, item, dtype)
+            _add(engine, place, gate, item, dtype)
             gate = None
         _let_go(item.array)
 
 
-def _split(needs: Sequence[TensorNeed]) -> tuple[list[Place], list[TensorNeed]]:
-    """One need for each part of a matrix, since parts may be stored in different types; and where each goes."""
-    places, parts = [], []
-    for need in needs:
+def _split(spec: ModelSpec, needs: Sequence[TensorNeed]) -> tuple[list[Place], list[TensorNeed]]:
+    """The needs in the engine's order and in its parts, and where each goes.
+
+    q, k, v, gate and up are parts of their own, since they may be stored in different types; so is every expert, its
+    gate and up one after the other.
+    """
+    places: list[Place] = []
+    parts: list[TensorNeed] = []
+
+    def put(need: TensorNeed, name: str, part: int, source: Source) -> None:
+        rows, *width = source.shape
+        first, last = source.rows or (0, rows)
+        shape = (last - first, *width) if len(width) < 2 else ((last - first) * width[0], width[1])
+        put_whole(TensorNeed(f"{need.name}.{len(parts)}", shape, (source,)), name, part)
+
+    def put_whole(need: TensorNeed, name: str, part: int = 0) -> None:
         words = need.name.split(".")
-        layer = int(words[1]) if len(words) == 3 else -1
-        name = words[-1]
-        if name not in _MATRICES:
-            if name.endswith("_bias") and name.removesuffix("_bias") in _MATRICES:
-                name = name.removesuffix("_bias")
-            sources: list[tuple[Source, ...]] = [need.sources] if name != "qkv" else [(s,) for s in need.sources]
-        else:
-            sources = [(source,) for source in need.sources]
-        for part, each in enumerate(sources):
-            shape = (sum(source.shape[0] for source in each), *need.shape[1:])
-            places.append(Place(layer, name, part, len(sources)))
-            parts.append(TensorNeed(f"{need.name}.{part}", shape, each))
+        places.append(Place(int(words[1]) if words[0] == "layers" else -1, name, part))
+        parts.append(need)
+
+    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    up: list[Source] = []
+    for need in needs:
+        name = need.name.rpartition(".")[2]
+        if name in ("qkv", "qkv_bias"):
+            for part, source in enumerate(_cut(need, [q_size, kv_size, kv_size])):
+                put(need, "qkv", part, source)
+        elif name == "gate_up":
+            for source in _cut(need, [need.shape[0] // 2] * 2):
+                put(need, name, 0, source)
+        elif name == "experts_gate":
+            gate = _experts(need)
+            up = _experts(next(n for n in needs if n.name == need.name.replace("_gate", "_up")))
+            for part, pair in enumerate(zip(gate, up, strict=True)):
+                for source in pair:
+                    put(need, "experts_gate_up", part, source)
+        elif name == "experts_down":
+            for part, source in enumerate(_experts(need)):
+                put(need, name, part, source)
+        elif name != "experts_up":
+            put_whole(need, name.removesuffix("_bias"))
     return places, parts
+
+
+def _cut(need: TensorNeed, rows: list[int]) -> list[Source]:
+    """The sources of parts of `rows` rows: as the checkpoint has them, or slices of the one tensor it has."""
+    if len(need.sources) == len(rows):
+        return list(need.sources)
+    ends = np.cumsum(rows).tolist()
+    whole = need.sources[0]
+    return [
+        Source(whole.name, whole.shape, whole.rope_heads, (end - n, end)) for n, end in zip(rows, ends, strict=True)
+    ]
+
+
+def _experts(need: TensorNeed) -> list[Source]:
+    """One source an expert: as the checkpoint has them, or slices of its one tensor of three dimensions."""
+    if len(need.sources) > 1 or len(need.sources[0].shape) < 3:
+        return list(need.sources)
+    whole = need.sources[0]
+    return [Source(whole.name, whole.shape, rows=(expert, expert + 1)) for expert in range(whole.shape[0])]
 
 
 def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | None, dtype: str) -> None:
@@ -260,7 +312,7 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
     items = [first] if second is None else [first, second]
     stored, wish = first.dtype, ""
     if stored not in PACKED:
-        wish = FORMATS[dtype]
+        wish = "f32" if place.name == "router" else FORMATS[dtype]
         if stored != "BF16" or wish != "bf16":
             items, stored = [_widened(item) for item in items], "F32"
     data = [np.ascontiguousarray(item.array).reshape(-1).view(np.uint8) for item in items]

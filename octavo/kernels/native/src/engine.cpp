@@ -57,18 +57,26 @@ KvShape kv_shape(KvKind kind, int head_dim, int kv_heads, int block_size) {
 }
 
 Engine::Engine(const Dims& dims, int threads, const std::string& isa)
-    : dims_(dims), kernels_(need_kernels(isa)), pool_(threads), 
-      kv_shape_(kv_shape(dims.kv, dims.head_dim, dims.kv_heads, dims.block_size)), layers_(dims.mlp.size()) {
+    : dims_(dims), kernels_(need_kernels(isa)), pool_(threads),
+      kv_shape_(kv_shape(dims.kv, dims.head_dim, dims.kv_heads, dims.block_size)), layers_(dims.layers.size()) {
+    for (size_t i = 0; i < layers_.size(); i++) layers_[i].dims = dims.layers[i];
     if (dims.head_dim % 16 || dims.head_dim > 256 || dims.heads % dims.kv_heads || dims.heads / dims.kv_heads > kMaxQueries)
         throw std::invalid_argument("heads of this size are not supported");
-    if (dims.block_size != 8 && dims.block_size % kTile) throw std::invalid_argument("the block size must be 8 or a multiple of 16");
+    if (dims.block_size != 8 && dims.block_size % kTile)
+        throw std::invalid_argument("the block size must be 8 or a multiple of 16");
 }
 
 Linear* Engine::linear(int layer, const std::string& name) {
     if (layer < 0) return name == "head" ? &head_ : nullptr;
     if (layer >= static_cast<int>(layers_.size())) return nullptr;
     Layer& l = layers_[static_cast<size_t>(layer)];
-    return name == "qkv" ? &l.qkv : name == "o" ? &l.o : name == "gate_up" ? &l.gate_up : name == "down" ? &l.down : nullptr;
+    const std::pair<const char*, Linear*> all[] = {{"qkv", &l.qkv}, {"o", &l.o}, {"gate_up", &l.gate_up},
+                                                   {"down", &l.down}, {"router", &l.router},
+                                                   {"experts_gate_up", &l.experts_gate_up},
+                                                   {"experts_down", &l.experts_down}};
+    for (const auto& [key, linear] : all)
+        if (name == key) return linear;
+    return nullptr;
 }
 
 void Engine::add_matrix(int layer, const std::string& name, int part, const PackJob& job) {
@@ -89,8 +97,10 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
     }
     Linear* l = linear(layer, name);
     if (!l || part != static_cast<int>(l->parts.size())) throw std::invalid_argument("no place for a matrix " + name);
-    m.column0 = l->width;
-    l->width += job.second ? pad_to(job.rows, kPanel) : m.panels * kPanel;
+    int width = job.second ? pad_to(job.rows, kPanel) : m.panels * kPanel;
+    bool experts = name == "experts_gate_up" || name == "experts_down";  // each has rows of its own
+    m.column0 = experts ? 0 : l->width;
+    l->width = experts ? width : l->width + width;
     l->forms |= form_of(m.format);
     l->parts.push_back(m);
 }
@@ -98,10 +108,13 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
 const float** Engine::vector_slot(int layer, const std::string& name) {
     if (layer < 0) return name == "norm" ? &norm_ : nullptr;
     Layer& l = layers_.at(static_cast<size_t>(layer));
-    if (name == "attn_norm") return &l.attn_norm;
-    if (name == "mlp_norm") return &l.mlp_norm;
-    if (name == "q_norm") return &l.q_norm;
-    return name == "k_norm" ? &l.k_norm : nullptr;
+    const std::pair<const char*, const float**> all[] = {{"attn_norm", &l.attn_norm}, {"mlp_norm", &l.mlp_norm},
+                                                         {"q_norm", &l.q_norm}, {"k_norm", &l.k_norm},
+                                                         {"post_attn_norm", &l.post_attn_norm},
+                                                         {"post_mlp_norm", &l.post_mlp_norm}};
+    for (const auto& [key, slot] : all)
+        if (name == key) return slot;
+    return nullptr;
 }
 
 void Engine::add_vector(int layer, const std::string& name, int part, const float* values, int n) {
@@ -124,13 +137,29 @@ void Engine::add_vector(int layer, const std::string& name, int part, const floa
     m.bias = copy;
 }
 
+namespace {
+
+// Whether a linear has a part of `columns` columns for each number of rows.
+bool fits(const Linear& l, const std::vector<int>& rows, int columns) {
+    bool good = l.parts.size() == rows.size();
+    for (size_t i = 0; good && i < rows.size(); i++) good = l.parts[i].rows == rows[i] && l.parts[i].columns == columns;
+    return good;
+}
+
+bool complete(const Layer& l, const Dims& d) {
+    int q = d.heads * d.head_dim, kv = d.kv_heads * d.head_dim, mlp = l.dims.mlp;
+    size_t experts = static_cast<size_t>(l.dims.experts);
+    bool good = l.attn_norm && l.mlp_norm && fits(l.qkv, {q, kv, kv}, d.hidden) && fits(l.o, {d.hidden}, q) &&
+                (!d.post_norms || (l.post_attn_norm && l.post_mlp_norm));
+    if (!experts) return good && fits(l.gate_up, {mlp}, d.hidden) && fits(l.down, {d.hidden}, mlp);
+    return good && l.dims.chosen > 0 && l.dims.chosen <= l.dims.experts && fits(l.router, {l.dims.experts}, d.hidden) &&
+           fits(l.experts_gate_up, std::vector<int>(experts, mlp), d.hidden) &&
+           fits(l.experts_down, std::vector<int>(experts, d.hidden), mlp);
+}
+
+}  // namespace
+
 void Engine::ready() {
-    int q = dims_.heads * dims_.head_dim, kv = dims_.kv_heads * dims_.head_dim;
-    auto fits = [](const Linear& l, std::vector<int> rows, int columns) {
-        bool good = l.parts.size() == rows.size();
-        for (size_t i = 0; good && i < rows.size(); i++) good = l.parts[i].rows == rows[i] && l.parts[i].columns == columns;
-        return good;
-    };
     if (!embed_.data || embed_.rows != dims_.vocab || embed_.columns != dims_.hidden || !norm_)
         throw std::invalid_argument("the embedding or the last norm is missing or has a wrong size");
     if (head_.parts.empty()) {
@@ -139,39 +168,53 @@ void Engine::ready() {
         head_.forms = form_of(embed_.format);
     }
     bool good = fits(head_, {dims_.vocab}, dims_.hidden);
-    for (size_t i = 0; i < layers_.size(); i++) {
-        Layer& l = layers_[i];
-        int mlp = dims_.mlp[i];
-        good = good && l.attn_norm && l.mlp_norm && fits(l.qkv, {q, kv, kv}, dims_.hidden) && fits(l.o, {dims_.hidden}, q) &&
-               fits(l.gate_up, {mlp}, dims_.hidden) && fits(l.down, {dims_.hidden}, mlp);
-    }
+    for (const Layer& l : layers_) good = good && complete(l, dims_);
     if (!good) throw std::invalid_argument("a weight is missing or has a wrong size");
     allocate_buffers();
     layer_bytes_ = kv_shape_.block_bytes * static_cast<size_t>(dims_.blocks);
     kv_bytes_ = layer_bytes_ * layers_.size();
     for (size_t i = 0; i < layers_.size(); i++) pools_.push_back(kv_.take_array<uint8_t>(layer_bytes_));
-    ready_ = true;
+}
+
+Acts Engine::take_acts(size_t rows, size_t stride) {
+    size_t n = rows * stride;
+    return {buffers_.take_array<int8_t>(n), buffers_.take_array<ActBlock>(n / kBlock), buffers_.take_array<uint16_t>(n),
+            buffers_.take_array<float>(n), stride};
 }
 
 void Engine::allocate_buffers() {
     auto wide = [](int n) { return static_cast<size_t>(pad_to(n, kPanel)); };
-    int widest_mlp = *std::max_element(dims_.mlp.begin(), dims_.mlp.end());
+    int widest_mlp = 1, experts = 0, chosen = 0;
+    for (const LayerDims& l : dims_.layers) {
+        widest_mlp = std::max(widest_mlp, l.mlp);
+        experts = std::max(experts, l.experts);
+        chosen = std::max(chosen, l.chosen);
+    }
     hidden_stride_ = wide(dims_.hidden);
     attn_stride_ = wide(dims_.heads * dims_.head_dim);
-    mlp_stride_ = wide(widest_mlp);
+    size_t mlp_stride = wide(widest_mlp), slots = kChunk * static_cast<size_t>(std::max(chosen, 1));
     qkv_stride_ = attn_stride_ + 2 * wide(dims_.kv_heads * dims_.head_dim);
-    size_t widest = std::max({hidden_stride_, attn_stride_, mlp_stride_});
     x_ = buffers_.take_array<float>(kChunk * hidden_stride_);
+    y_ = buffers_.take_array<float>(kChunk * hidden_stride_);
     qkv_ = buffers_.take_array<float>(kChunk * qkv_stride_);
     attn_ = buffers_.take_array<float>(kChunk * attn_stride_);
-    mlp_ = buffers_.take_array<float>(kChunk * mlp_stride_);
+    mlp_ = buffers_.take_array<float>(slots * mlp_stride);
     q_ = buffers_.take_array<uint8_t>(kChunk * attn_stride_ * 4);
-    cos_ = buffers_.take_array<float>(kChunk * dims_.inverse_frequencies.size());
-    sin_ = buffers_.take_array<float>(kChunk * dims_.inverse_frequencies.size());
-    acts_.q = buffers_.take_array<int8_t>(kChunk * widest);
-    acts_.blocks = buffers_.take_array<ActBlock>(kChunk * widest / kBlock);
-    acts_.bf16 = buffers_.take_array<uint16_t>(kChunk * widest);
-    acts_.f32 = buffers_.take_array<float>(kChunk * widest);
+    for (int i = 0; i < 2; i++) {
+        size_t half = (i ? dims_.window_rotation : dims_.rotation).frequencies.size();
+        cos_[i] = buffers_.take_array<float>(kChunk * half);
+        sin_[i] = buffers_.take_array<float>(kChunk * half);
+    }
+    acts_ = take_acts(kChunk, std::max({hidden_stride_, attn_stride_, mlp_stride}));
+    if (experts) {
+        slot_acts_ = take_acts(slots, std::max(hidden_stride_, mlp_stride));
+        slot_y_ = buffers_.take_array<float>(slots * hidden_stride_);
+        scores_ = buffers_.take_array<float>(kChunk * wide(experts));
+        choice_.resize(slots);
+        slot_.resize(slots);
+        weight_.resize(slots);
+    }
+    pieces_.resize(static_cast<size_t>(pool_.threads()));
     for (int t = 0; t < pool_.threads(); t++) {
         normed_.push_back(buffers_.take_array<float>(hidden_stride_));
         size_t sampling = static_cast<size_t>(padded_vocab()) * 8;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -38,11 +39,22 @@ class Arena {
     size_t total_ = 0;
 };
 
+struct LayerDims {
+    int mlp, window, experts, chosen, normalise;  // window, experts: 0 = none; chosen: experts of a token
+};
+
+// Rotation of a head: radians per position of each pair, factor on cosines and sines.
+struct Rotation {
+    std::vector<float> frequencies;
+    float magnitude;
+};
+
 struct Dims {
     int vocab, hidden, heads, kv_heads, head_dim;
-    std::vector<int> mlp;  // per layer
     float eps, softmax_scale, embed_scale, residual_scale, logit_scale, attention_softcap, logit_softcap;
-    std::vector<float> inverse_frequencies;
+    bool gelu, post_norms;
+    std::vector<LayerDims> layers;
+    Rotation rotation, window_rotation;  // the second for layers with a window
     int block_size, blocks;
     KvKind kv;
 };
@@ -62,8 +74,17 @@ struct Linear {
 };
 
 struct Layer {
+    LayerDims dims;
     const float *attn_norm = nullptr, *mlp_norm = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+    const float *post_attn_norm = nullptr, *post_mlp_norm = nullptr;
     Linear qkv, o, gate_up, down;
+    Linear router, experts_gate_up, experts_down;  // one part an expert
+};
+
+// A matrix and the rows of activations that it is multiplied with.
+struct Piece {
+    const Matrix* matrix;
+    int m0, m1;
 };
 
 // The rows of one step. `tables` has `table_columns` words a device row.
@@ -130,6 +151,7 @@ class Engine {
     Linear* linear(int layer, const std::string& name);
     const float** vector_slot(int layer, const std::string& name);
     void allocate_buffers();
+    Acts take_acts(size_t rows, size_t stride);
     Acts acts(size_t stride) const;
 
     void chunk(const Step& step, int first, int count);
@@ -141,12 +163,18 @@ class Engine {
     // On all threads; each of these ends with a barrier.
     void embed(int thread);
     void layer(const Layer& layer, uint8_t* pool, const Step& step, int thread);
-    void norm_rows(const float* x, int n, const float* weight, int forms, int thread);
-    void convert_rows(const float* x, size_t stride, int forms, int thread);
+    void add_and_norm(const float* post_norm, const float* norm, int forms, int thread);
+    void convert_rows(const float* x, size_t stride, int rows, int forms, int thread);
     void multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
                   int thread);
+    void multiply(const std::vector<Piece>& pieces, const Acts& acts, float* out, size_t out_stride, Epilogue epilogue,
+                  int thread);
+    void project(const Linear& linear, size_t in_stride, int thread);
     void token_heads(const Layer& layer, uint8_t* pool, const Step& step, int thread);
-    void attend(uint8_t* pool, int thread);
+    void attend(const Layer& layer, uint8_t* pool, int thread);
+    void experts(const Layer& layer, int thread);
+    void choose_experts(const Layer& layer, size_t token);
+    void sort_choices(const Layer& layer);
 
     void keep_sampled(const Step& step, int first, int count);
 
@@ -161,13 +189,15 @@ class Engine {
     Matrix embed_;
     Linear head_;
     const float* norm_ = nullptr;
-    bool ready_ = false;
 
     // Buffers of one chunk. Strides are padded sizes.
-    size_t hidden_stride_ = 0, qkv_stride_ = 0, attn_stride_ = 0, mlp_stride_ = 0;
-    float *x_ = nullptr, *qkv_ = nullptr, *attn_ = nullptr, *mlp_ = nullptr, *cos_ = nullptr, *sin_ = nullptr;
+    size_t hidden_stride_ = 0, qkv_stride_ = 0, attn_stride_ = 0;
+    float *x_ = nullptr, *qkv_ = nullptr, *attn_ = nullptr, *mlp_ = nullptr;
+    float *cos_[2] = {}, *sin_[2] = {};  // without and with a window
     uint8_t* q_ = nullptr;
+    float* y_ = nullptr;  // what a norm is applied to before it is added to x
     Acts acts_{};
+    std::vector<std::vector<Piece>> pieces_;  // per thread
     std::vector<float*> normed_;   // per thread
     std::vector<uint8_t*> scratch_;  // per thread
     std::vector<float> kept_, logits_;
@@ -176,6 +206,13 @@ class Engine {
     std::vector<Span> spans_;
     std::vector<Task> tasks_;
     int shared_segments_ = 0;
+
+    // Mixture of experts: choices of a token side by side; slots are choices sorted by expert.
+    Acts slot_acts_{};
+    float *scores_ = nullptr, *slot_y_ = nullptr;
+    std::vector<int> choice_, slot_;
+    std::vector<float> weight_;
+    std::vector<Piece> up_pieces_, down_pieces_;
     long calls_ = 0;
 };
 

@@ -79,15 +79,24 @@ Step make_step(const Engine& e, Vector<const int32_t> ids, Vector<const int32_t>
 void bind_engine(nb::module_& m) {
     nb::class_<Engine>(m, "Engine")
         .def("__init__",
-             [](Engine* self, std::vector<int> sizes, std::vector<int> mlp, std::vector<float> factors, std::vector<float> inverse,
-                const std::string& kv, int threads, const std::string& isa) {
-                 require(sizes.size() == 7 && factors.size() == 7, "seven sizes and seven factors");
-                 Dims d = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], mlp, factors[0], factors[1], factors[2], factors[3],
-                           factors[4], factors[5], factors[6], inverse, sizes[5], sizes[6], kv_kind(kv)};
+             [](Engine* self, const std::vector<int>& sizes, const std::vector<float>& factors, bool gelu, bool post_norms,
+                const std::vector<std::vector<int>>& layers, const std::vector<float>& frequencies, float magnitude,
+                const std::vector<float>& window_frequencies, float window_magnitude, const std::string& kv, int threads,
+                const std::string& isa) {
+                 require(sizes.size() == 7 && factors.size() == 7 && !layers.empty(), "seven sizes, seven factors, layers");
+                 std::vector<LayerDims> dims;
+                 for (const std::vector<int>& l : layers) {
+                     require(l.size() == 5, "five numbers a layer");
+                     dims.push_back({l[0], l[1], l[2], l[3], l[4]});
+                 }
+                 Dims d = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], factors[0], factors[1], factors[2], factors[3],
+                           factors[4], factors[5], factors[6], gelu, post_norms, dims, {frequencies, magnitude},
+                           {window_frequencies, window_magnitude}, sizes[5], sizes[6], kv_kind(kv)};
                  new (self) Engine(d, threads, isa);
              },
-             nb::arg("sizes"), nb::arg("mlp"), nb::arg("factors"), nb::arg("inverse_frequencies"), nb::arg("kv"),
-             nb::arg("threads"), nb::arg("isa"))
+             nb::arg("sizes"), nb::arg("factors"), nb::arg("gelu"), nb::arg("post_norms"), nb::arg("layers"),
+             nb::arg("frequencies"), nb::arg("magnitude"), nb::arg("window_frequencies"), nb::arg("window_magnitude"),
+             nb::arg("kv"), nb::arg("threads"), nb::arg("isa"))
         .def("add_matrix",
              [](Engine& e, int layer, const std::string& name, int part, const std::string& stored, const std::string& format,
                 int rows, int columns, Vector<const uint8_t> first, Vector<const uint8_t> second) {

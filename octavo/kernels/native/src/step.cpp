@@ -56,7 +56,13 @@ void Engine::chunk(const Step& step, int first, int count) {
     plan_attention(step);
     pool_.run([&](int thread) {
         embed(thread);
-        for (size_t i = 0; i < layers_.size(); i++) layer(layers_[i], pools_[i], step, thread);
+        const float* post_norm = nullptr;  // of the layer before
+        for (size_t i = 0; i < layers_.size(); i++) {
+            add_and_norm(post_norm, layers_[i].attn_norm, layers_[i].qkv.forms, thread);
+            layer(layers_[i], pools_[i], step, thread);
+            post_norm = layers_[i].post_mlp_norm;
+        }
+        if (post_norm) add_and_norm(post_norm, nullptr, 0, thread);
     });
     keep_sampled(step, first, count);
 }
@@ -74,16 +80,19 @@ void Engine::keep_sampled(const Step& step, int first, int count) {
 
 // Embeddings, and the rotations that all layers use.
 void Engine::embed(int thread) {
-    size_t half = dims_.inverse_frequencies.size();
     share(static_cast<int>(tokens_.size()), thread, threads(), [&](size_t t) {
         float* x = x_ + t * hidden_stride_;
         embedding(ids_[t], x);
         for (size_t i = 0; i < hidden_stride_; i++) x[i] *= dims_.embed_scale;
         float position = static_cast<float>(tokens_[t].position);
-        for (size_t i = 0; i < half; i++) {
-            double angle = static_cast<double>(position * dims_.inverse_frequencies[i]);
-            cos_[t * half + i] = static_cast<float>(std::cos(angle));
-            sin_[t * half + i] = static_cast<float>(std::sin(angle));
+        for (int r = 0; r < 2; r++) {
+            const Rotation& rotation = r ? dims_.window_rotation : dims_.rotation;
+            size_t half = rotation.frequencies.size();
+            for (size_t i = 0; i < half; i++) {
+                double angle = static_cast<double>(position * rotation.frequencies[i]);
+                cos_[r][t * half + i] = static_cast<float>(std::cos(angle)) * rotation.magnitude;
+                sin_[r][t * half + i] = static_cast<float>(std::sin(angle)) * rotation.magnitude;
+            }
         }
     });
     pool_.barrier();
@@ -91,50 +100,77 @@ void Engine::embed(int thread) {
 
 void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, int thread) {
     int n = static_cast<int>(tokens_.size());
-    norm_rows(x_, n, l.attn_norm, l.qkv.forms, thread);
     multiply(l.qkv, hidden_stride_, n, qkv_, qkv_stride_, Epilogue::Store, thread);
     token_heads(l, pool, step, thread);
-    attend(pool, thread);
-    convert_rows(attn_, attn_stride_, l.o.forms, thread);
-    multiply(l.o, attn_stride_, n, x_, hidden_stride_, Epilogue::Add, thread);
-    norm_rows(x_, n, l.mlp_norm, l.gate_up.forms, thread);
+    attend(l, pool, thread);
+    convert_rows(attn_, attn_stride_, n, l.o.forms, thread);
+    project(l.o, attn_stride_, thread);
+    if (l.dims.experts) {
+        add_and_norm(l.post_attn_norm, l.mlp_norm, l.router.forms | l.experts_gate_up.forms, thread);
+        experts(l, thread);
+        return;
+    }
+    add_and_norm(l.post_attn_norm, l.mlp_norm, l.gate_up.forms, thread);
     size_t mlp = static_cast<size_t>(l.gate_up.width);
-    multiply(l.gate_up, hidden_stride_, n, mlp_, mlp, Epilogue::GateSilu, thread);
-    convert_rows(mlp_, mlp, l.down.forms, thread);
-    multiply(l.down, mlp, n, x_, hidden_stride_, Epilogue::Add, thread);
+    multiply(l.gate_up, hidden_stride_, n, mlp_, mlp, dims_.gelu ? Epilogue::GateGelu : Epilogue::GateSilu, thread);
+    convert_rows(mlp_, mlp, n, l.down.forms, thread);
+    project(l.down, mlp, thread);
 }
 
-void Engine::norm_rows(const float* x, int n, const float* weight, int forms, int thread) {
+// The product that ends a sub-layer: added to the residual stream, or left in y_ when a norm comes between.
+void Engine::project(const Linear& linear, size_t in_stride, int thread) {
+    bool later = dims_.post_norms;
+    multiply(linear, in_stride, static_cast<int>(tokens_.size()), later ? y_ : x_, hidden_stride_,
+             later ? Epilogue::Store : Epilogue::Add, thread);
+}
+
+// x += norm of y, when there is a `post_norm`; then the norm of x in the forms that the next product reads.
+void Engine::add_and_norm(const float* post_norm, const float* norm, int forms, int thread) {
     float* normed = normed_[static_cast<size_t>(thread)];
     Acts to = acts(hidden_stride_);
-    share(n, thread, threads(), [&](size_t t) {
-        kernels_->norm(x + t * hidden_stride_, weight, dims_.hidden, dims_.eps, normed);
+    share(static_cast<int>(tokens_.size()), thread, threads(), [&](size_t t) {
+        float* x = x_ + t * hidden_stride_;
+        if (post_norm) {
+            kernels_->norm(y_ + t * hidden_stride_, post_norm, dims_.hidden, dims_.eps, normed);
+            for (size_t i = 0; i < hidden_stride_; i++) x[i] += dims_.residual_scale * normed[i];
+        }
+        if (!norm) return;
+        kernels_->norm(x, norm, dims_.hidden, dims_.eps, normed);
         kernels_->convert(normed, to, t, forms);
     });
     pool_.barrier();
 }
 
-void Engine::convert_rows(const float* x, size_t stride, int forms, int thread) {
+void Engine::convert_rows(const float* x, size_t stride, int rows, int forms, int thread) {
     Acts to = acts(stride);
-    share(static_cast<int>(tokens_.size()), thread, threads(), [&](size_t t) { kernels_->convert(x + t * stride, to, t, forms); });
+    share(rows, thread, threads(), [&](size_t t) { kernels_->convert(x + t * stride, to, t, forms); });
     pool_.barrier();
 }
 
 void Engine::multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
                       int thread) {
+    std::vector<Piece>& pieces = pieces_[static_cast<size_t>(thread)];
+    pieces.clear();
+    for (const Matrix& m : linear.parts) pieces.push_back({&m, 0, n});
+    multiply(pieces, acts(in_stride), out, out_stride, epilogue, thread);
+}
+
+void Engine::multiply(const std::vector<Piece>& pieces, const Acts& acts, float* out, size_t out_stride,
+                      Epilogue epilogue, int thread) {
     int panels = 0;
-    for (const Matrix& m : linear.parts) panels += m.panels;
+    for (const Piece& piece : pieces) panels += piece.matrix->panels;
     // Few enough for long runs of memory, enough to even out threads that were held up.
     int grain = std::max(1, panels / (8 * threads()));
     for (Pool::Range range; pool_.take(panels, grain, thread, &range);) {
         int before = 0;
-        for (const Matrix& m : linear.parts) {
+        for (const Piece& piece : pieces) {
+            const Matrix& m = *piece.matrix;
             int first = std::max(range.first - before, 0), last = std::min(range.last - before, m.panels);
             int share_end = std::min(range.share_end - before, m.panels);
             before += m.panels;
             if (first >= last) continue;
-            Product product = {m.data, panel_bytes(m.format, m.columns), pad_to(m.columns, kBlock), acts(in_stride),
-                               0, n, first, last, share_end, m.bias, out, out_stride, m.column0, epilogue,
+            Product product = {m.data, panel_bytes(m.format, m.columns), pad_to(m.columns, kBlock), acts,
+                               piece.m0, piece.m1, first, last, share_end, m.bias, out, out_stride, m.column0, epilogue,
                                dims_.residual_scale};
             kernels_->product[static_cast<int>(m.format)](product);
         }
@@ -143,7 +179,8 @@ void Engine::multiply(const Linear& linear, size_t in_stride, int n, float* out,
 }
 
 void Engine::token_heads(const Layer& l, uint8_t* pool, const Step& step, int thread) {
-    size_t half = dims_.inverse_frequencies.size(), width = dims_.kv == KvKind::F32 ? 4 : 2;
+    int r = l.dims.window ? 1 : 0;
+    size_t half = (r ? dims_.window_rotation : dims_.rotation).frequencies.size(), width = dims_.kv == KvKind::F32 ? 4 : 2;
     size_t q_bytes = static_cast<size_t>(dims_.heads * dims_.head_dim) * width;
     share(static_cast<int>(tokens_.size()), thread, threads(), [&](size_t t) {
         const Token& token = tokens_[t];
@@ -151,21 +188,23 @@ void Engine::token_heads(const Layer& l, uint8_t* pool, const Step& step, int th
         const float* x = qkv_ + t * qkv_stride_;
         TokenHeads h = {x + l.qkv.parts[0].column0, x + l.qkv.parts[1].column0, x + l.qkv.parts[2].column0,
                         l.q_norm, l.k_norm, dims_.eps, dims_.heads, static_cast<int>(2 * half),
-                        cos_ + t * half, sin_ + t * half, q_ + t * q_bytes, pool,
+                        cos_[r] + t * half, sin_[r] + t * half, q_ + t * q_bytes, pool,
                         blocks[token.position / dims_.block_size], token.position % dims_.block_size, token.last};
         kernels_->token_heads(h, kv_shape_);
     });
     pool_.barrier();
 }
 
-void Engine::attend(uint8_t* pool, int thread) {
+void Engine::attend(const Layer& l, uint8_t* pool, int thread) {
     int units = static_cast<int>(tasks_.size()) * dims_.kv_heads;
     for (Pool::Range range; pool_.take(units, 1, thread, &range);) {
         int u = range.first;
         const Task& task = tasks_[static_cast<size_t>(u / dims_.kv_heads)];
-        Attend a = {spans_.data() + task.first, task.count, task.shared, u % dims_.kv_heads, dims_.heads / dims_.kv_heads,
-                    dims_.heads, q_, attn_, attn_stride_, pool, dims_.softmax_scale, dims_.attention_softcap, 0,
-                    scratch_[static_cast<size_t>(thread)]};
+        // Rows leave a window at different places, so they share nothing in it.
+        int shared = l.dims.window ? 0 : task.shared;
+        Attend a = {spans_.data() + task.first, task.count, shared, u % dims_.kv_heads, dims_.heads / dims_.kv_heads,
+                    dims_.heads, q_, attn_, attn_stride_, pool, dims_.softmax_scale, dims_.attention_softcap,
+                    l.dims.window, scratch_[static_cast<size_t>(thread)]};
         kernels_->attend(a, kv_shape_);
     }
     pool_.barrier();
@@ -238,7 +277,13 @@ void Engine::head(int first, int n, float* out, uint8_t* bad) {
     const float* x = kept_.data() + static_cast<size_t>(first) * hidden_stride_;
     size_t stride = static_cast<size_t>(padded_vocab());
     pool_.run([&](int thread) {
-        norm_rows(x, n, norm_, head_.forms, thread);
+        float* normed = normed_[static_cast<size_t>(thread)];
+        Acts to = acts(hidden_stride_);
+        share(n, thread, threads(), [&](size_t i) {
+            kernels_->norm(x + i * hidden_stride_, norm_, dims_.hidden, dims_.eps, normed);
+            kernels_->convert(normed, to, i, head_.forms);
+        });
+        pool_.barrier();
         multiply(head_, hidden_stride_, n, out, stride, Epilogue::Store, thread);
         share(n, thread, threads(), [&](size_t i) {
             bad[i] = !kernels_->finish_logits(out + i * stride, dims_.vocab, dims_.logit_scale, dims_.logit_softcap);
