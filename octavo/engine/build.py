@@ -155,7 +155,6 @@ def _torch_runner(config: EngineConfig, model: OpenedModel, model_facts: ModelFa
 
 def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
     """Whether the C++ engine runs this model here: on the processor, when it is built and can. Never for float64."""
-    from octavo.kernels.native import missing
     from octavo.runner.native import FORMATS, refusal
 
     wish = config.model.device
@@ -163,7 +162,7 @@ def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
         return False
     if wish == "auto" and _has_cuda():
         return False
-    reason = missing() or refusal(spec)
+    reason = refusal(spec)
     if reason:
         _log.warning("The native CPU engine is not used: %s. The slower torch path is.", reason)
     return not reason and wish in ("auto", "cpu")

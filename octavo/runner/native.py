@@ -53,7 +53,9 @@ class Place(NamedTuple):
 
 
 def refusal(spec: ModelSpec) -> str:
-    """Why the native engine cannot run a model; "" when it can."""
+    """Why the native engine cannot run a model here; "" when it can."""
+    if reason := missing():
+        return reason
     if spec.head_dim % 16 or spec.head_dim > 256:
         return f"head_dim is {spec.head_dim}, not a multiple of 16 up to 256"
     if spec.heads // spec.kv_heads > 48:
@@ -177,7 +179,7 @@ def build_native(
     else keeps them as stored. kv: one of KV_TYPES, "" = float32 for float32 and else bfloat16. threads: 0 = the cores
     this process may use. isa: one of `kernel_sets()`, "" = the best. Raises ConfigError, ModelError.
     """
-    if reason := missing() or refusal(spec):
+    if reason := refusal(spec):
         raise ConfigError(f"The native engine cannot run this model: {reason}.", "Use the torch back end.")
     kv = kv or ("float32" if dtype == "float32" else "bfloat16")
     if dtype not in FORMATS or kv not in KV_TYPES:
