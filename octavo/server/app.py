@@ -25,12 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.metrics.server import ServerMetrics
 from octavo.server.auth import Guard, Keys
-from octavo.server.body import read_json
+from octavo.server.body import decoder, read_json
 from octavo.server.debug import job_table, step_table
 from octavo.server.job import ClientGone
 from octavo.server.openai import Generation
 from octavo.server.problem import Problem, json_response, problem_of
-from octavo.server.protocol import DetokenizeBody, TokenizeBody
+from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.service import Service
 
 _log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ _PAGE_HEADERS = {
 
 def build_app(service: Service, keys: Keys, check_host: bool) -> ASGIApp:
     """The application around one service."""
+    for kind in (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody):
+        decoder(kind)  # now, not during the first request
     generation, control = Generation(service), Control(service)
     table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", generation.chat),

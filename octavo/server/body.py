@@ -7,7 +7,8 @@ a length is counted as it comes. All bodies being read together have a bound as 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -86,7 +87,8 @@ def parse(data: bytes, kind: type[T]) -> T:
     if depth(data) > MAX_DEPTH:
         raise Problem(400, f"The JSON is nested deeper than {MAX_DEPTH} levels. Flatten it.")
     try:
-        return msgspec.json.decode(data, type=kind)
+        made: T = decoder(kind).decode(data)
+        return made
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at ")
         param = place.strip("`").removeprefix("$.").removeprefix("$") or None
@@ -97,6 +99,12 @@ def parse(data: bytes, kind: type[T]) -> T:
 
 def _short(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+
+
+@lru_cache(maxsize=16)
+def decoder(kind: type) -> msgspec.json.Decoder[Any]:
+    """The decoder of one kind of body; making one evaluates the annotations of the class."""
+    return msgspec.json.Decoder(kind)
 
 
 def depth(data: bytes) -> int:

@@ -41,12 +41,17 @@ class Running:
     """`octavo serve` on a free port. Without a model by default: the fake engine with the embedded tokenizer."""
 
     def __init__(
-        self, *options: str, fake: str | None = "fake", python: tuple[str, ...] = (), key: str | None = None
-    ):
+        self,
+        *options: str,
+        fake: str | None = "fake",
+        python: tuple[str, ...] = (),
+        key: str | None = None,
+        paths: tuple[str, ...] = (),
+    ) -> None:
         self.key = key
         self.log = tempfile.TemporaryFile()
         fake_options = ["--load-format", fake] if fake else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join((*paths, str(ROOT)))}
         self.process = subprocess.Popen(
             [sys.executable, *python, "-m", "octavo", "serve", "--port", "0", *fake_options, *options],
             stdout=self.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment,
