@@ -8,12 +8,10 @@ again. Seeds are spread over `--jobs` processes.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,25 +34,26 @@ class Tally:
     seeds: int = 0
     steps: int = 0
     seconds: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def add(self, world: World) -> None:
         """Take in a world that is over."""
-        stats = asdict(world.scheduler.stats)
-        del stats["peak_blocks"]
-        self.counts.update(stats)
-        for name in ("aborts", "errors", "submitted", "refused"):
-            self.counts[name] += getattr(world, name)
-        self.counts["evictions"] += world.scheduler.state.pool.evictions
+        counts = asdict(world.scheduler.stats)
+        del counts["peak_blocks"]
+        counts |= {name: getattr(world, name) for name in ("aborts", "errors", "submitted", "refused")}
+        self._count(counts | {"evictions": world.scheduler.state.pool.evictions})
 
-    def merge(self, other: dict[str, object]) -> None:
-        """Take in the tally of another process, as `asdict` gave it."""
-        theirs = msgspec.convert(other, Tally)
-        self.seeds += theirs.seeds
-        self.steps += theirs.steps
-        self.counts.update(theirs.counts)
-        self.failures += theirs.failures
+    def merge(self, other: Tally) -> None:
+        """Take in the tally of another process."""
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.failures += other.failures
+        self._count(other.counts)
+
+    def _count(self, counts: dict[str, int]) -> None:
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
 
 
 class Failure(Exception):
@@ -83,16 +82,20 @@ def run_seed(seed: int, steps: int, config: SimConfig | None = None) -> World:
     return world
 
 
-def replay(trace: Trace) -> World:
-    """Run a trace to its end. Raises Violation."""
+def replay(trace: Trace) -> Failure | None:
+    """Run a trace to its end; what goes wrong, with the trace up to there."""
     world = World(trace.config)
     by_step: dict[int, list[Event]] = {}
     for step, event in trace.events:
         by_step.setdefault(step, []).append(event)
-    for step in range(1, trace.steps + 1):
-        world.step(by_step.get(step, []))
-    world.drain()
-    return world
+    try:
+        for step in range(1, trace.steps + 1):
+            world.step(by_step.get(step, []))
+        world.drain()
+    except Violation as violation:
+        events = [(step, event) for step, event in trace.events if step <= world.now]
+        return Failure(Trace(trace.config, world.now, events, trace.note), violation)
+    return None
 
 
 def shrink(trace: Trace, runs: int = SHRINK_RUNS) -> Trace:
@@ -104,13 +107,11 @@ def shrink(trace: Trace, runs: int = SHRINK_RUNS) -> Trace:
         while at < len(best.events) and runs > 0:
             runs -= 1
             events = best.events[:at] + best.events[at + size :]
-            try:
-                replay(msgspec.structs.replace(best, events=events))
-            except Violation as violation:
-                best = msgspec.structs.replace(best, events=events, note=f"{trace.note}; shrunk: {violation}")
-                smaller = True
-            else:
+            failure = replay(msgspec.structs.replace(best, events=events))
+            if failure is None:
                 at += size
+            else:
+                best, smaller = msgspec.structs.replace(failure.trace, note=f"{trace.note}; shrunk: {failure}"), True
         if size == 1 and not smaller:
             break
         size = max(1, size // 2)
@@ -151,7 +152,7 @@ def spread(seeds: range, steps: int, jobs: int, traces: Path | None = None) -> T
     tally = Tally()
     for worker in workers:
         out, _ = worker.communicate()
-        tally.merge(json.loads(out))
+        tally.merge(msgspec.json.decode(out, type=Tally))
     tally.seconds = time.perf_counter() - begin
     return tally
 
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         tally = simulate(seeds, args.steps, args.traces)
     if args.json:
-        print(json.dumps(asdict(tally)))
+        print(msgspec.json.encode(tally).decode())
         return 0
     print(report(tally))
     return 1 if tally.failures else 0
@@ -198,13 +199,9 @@ def report(tally: Tally) -> str:
 def _replay_file(path: Path) -> int:
     trace = msgspec.json.decode(path.read_bytes(), type=Trace)
     print(f"{path}: {len(trace.events)} events, {trace.steps} steps ({trace.note})")
-    try:
-        world = replay(trace)
-    except Violation as violation:
-        print(f"FAILED {violation}")
-        return 1
-    print(f"clean after {world.now} steps")
-    return 0
+    failure = replay(trace)
+    print("clean" if failure is None else f"FAILED in step {failure.trace.steps}: {failure}")
+    return 0 if failure is None else 1
 
 
 def _main() -> int:

@@ -126,6 +126,8 @@ class BlockPool:
 
     def free_order(self) -> list[int]:
         """The free blocks in the order in which they will be handed out. For checks; O(blocks)."""
+        if not any(self._stale):
+            return list(self._queue)
         skip, out = list(self._stale), []
         for block in self._queue:
             if skip[block]:

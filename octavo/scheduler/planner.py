@@ -104,6 +104,8 @@ class Planner:
                     out.append(row)
             elif self.pool.free or self._make_room(row):
                 self._append_blocks(np.array([row]))
+            else:
+                out.append(row)
         return out
 
     def _append_blocks(self, rows: I64) -> None:
@@ -126,29 +128,37 @@ class Planner:
             copy = pool.take_freed_before(self.mark)
             if copy is None:
                 self.held_back = True
-                if pool.free == 0:
-                    self._make_room(row)
-                return False
+                return pool.free == 0 and self._make_room(row, int(block[0])) and self._unshare_in_place(row, block)
             self.draft.copies += (int(block[0]), copy)
             pool.drop(block)
             blocks[column] = copy
             if slots.device_row[row]:  # else the whole table is written at admission
                 self.draft.write_table(int(slots.device_row[row]), column, blocks[column : column + 1])
-        else:
-            self.rewritten.add(int(block[0]))
-        slots.flags[row] &= ~SHARED_TAIL
+            slots.flags[row] &= ~SHARED_TAIL
+            return True
+        return self._unshare_in_place(row, block)
+
+    def _unshare_in_place(self, row: int, block: I32) -> bool:
+        """Let the last owner of a block write into it; False when it has others."""
+        if self.pool.ref[block[0]] > 1:
+            return False
+        self.rewritten.add(int(block[0]))
+        self.slots.flags[row] &= ~SHARED_TAIL
         return True
 
-    def _make_room(self, row: int) -> bool:
-        """Free at least one block for `row`; False when `row` itself had to give way.
+    def _make_room(self, row: int, shared: int = 0) -> bool:
+        """Free at least one block for `row`, or leave it alone with block `shared`; False: not in this plan.
 
-        First the blocks that waiting forks hold, then those of the running sequence that comes last in the order of
-        service. Rows already in the plan being made come before `row`; when only such rows are left, `row` sits out.
+        First go the blocks that waiting forks hold. If somebody is about to end, `row` sits out until then. Else the
+        running sequence that comes last in the order of service gives way, which may be `row` itself; those that are
+        in the plan already come before it.
         """
         slots = self.slots
         self.held_back = True
-        if self.state.reclaim_forks():
+        if self.state.reclaim_forks(shared):
             return True
+        if np.count_nonzero(slots.state == ENDING):
+            return False
         running = np.flatnonzero((slots.state == DECODE) | (slots.state == PREFILL))
         while len(running):
             last = int(np.argmax(slots.order[running]))
@@ -156,7 +166,7 @@ class Planner:
             self.state.preempt(victim)
             if victim == row:
                 return False
-            if self.pool.free:
+            if self.pool.free or (shared and self.pool.ref[shared] == 1):
                 return True
             running = np.delete(running, last)
         return False

@@ -142,8 +142,11 @@ class SchedulerState:
         forked = self.slots.sequence(row).forked
         return NO_BLOCKS if forked is None else forked
 
-    def reclaim_forks(self) -> bool:
-        """Drop the blocks of waiting forks, last first, until one block is free. They start again from the prompt."""
+    def reclaim_forks(self, shared: int = 0) -> bool:
+        """Drop the blocks of waiting forks, last first, until one is free or block `shared` has one owner left.
+
+        The forks start again from the prompt.
+        """
         slots = self.slots
         waiting = [row for row in self.queue.rows() if slots.sequence(row).forked is not None]
         for row in sorted(waiting, key=lambda r: -int(slots.order[r])):
@@ -151,7 +154,7 @@ class SchedulerState:
             slots.sequence(row).forked = None
             slots.computed[row] = 0
             slots.flags[row] &= ~SHARED_TAIL
-            if self.pool.free:
+            if self.pool.free or (shared and self.pool.ref[shared] == 1):
                 return True
         return False
 

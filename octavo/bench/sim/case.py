@@ -27,6 +27,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: float
     aborts: float
     faults: float
+    growth: float  # share of requests with a short prompt and a long output
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,8 +86,10 @@ def draw_config(rng: Random) -> SimConfig:
     longest = rng.choice((16, 24, 40, 64, 100, 160))
     max_len = max(longest, rng.choice((1, 2, 3)) * block_size)
     columns = -(-max_len // block_size)
-    usable = max(1, int(columns * 2 ** rng.uniform(0, 2.5))) if rng.random() < 0.92 else rng.randrange(512, 4096)
     seqs = rng.choice((1, 2, 3, 4, 6, 8, 12))
+    usable = max(1, int(columns * 2 ** rng.uniform(0, 2)))
+    if rng.random() < 0.04:
+        usable = rng.randrange(512, 4096)
     return SimConfig(
         block_size=block_size,
         usable=usable,
@@ -98,9 +101,10 @@ def draw_config(rng: Random) -> SimConfig:
         prefix_cache=rng.random() < 0.85,
         watermark=rng.choice((0, 0, 1, usable // 100, usable // 10)),
         crowd=seqs + rng.choice((1, 4, 10)),
-        arrivals=2 ** rng.uniform(-5, 0.5),
-        aborts=rng.choice((0.0, 0.01, 0.05)),
+        arrivals=2 ** rng.uniform(-3, 0.5),
+        aborts=rng.choice((0.0, 0.02, 0.07)),
         faults=rng.choice((0.0, 0.0, 0.0, 0.003, 0.02)),
+        growth=rng.choice((0.0, 0.5, 0.9)),
     )
 
 
@@ -139,6 +143,9 @@ class Traffic:
     def _spec(self, finished: list[tuple[int, list[int]]]) -> Spec:
         rng, config = self.rng, self.config
         prompt, salt = self._prompt(finished)
+        grows = rng.random() < config.growth
+        if grows:
+            prompt = prompt[: 1 + config.max_len // 8]
         room = config.max_len - len(prompt)
         new = rng.choice((1, 2, room, min(room, 1 + int(rng.expovariate(0.05))), 1 + rng.randrange(max(room, 1))))
         ends = rng.sample(range(config.vocab), 5)
@@ -146,7 +153,7 @@ class Traffic:
         stop_ids = tuple(ends[2 : rng.choice((2, 2, 2, 3, 5))])
         spec = Spec(
             prompt=prompt,
-            limit=len(prompt) + max(1, min(new, room)),
+            limit=len(prompt) + max(1, room if grows else min(new, room)),
             n=rng.choice((1, 1, 1, 1, 1, 1, 2, 3, 4)),
             temperature=rng.choice((0.0, 0.7, 1.0)),
             top_k=rng.choice((0, 5)),

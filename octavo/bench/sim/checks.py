@@ -13,32 +13,41 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from octavo.bench.sim.oracle import Ledger, Violation
 from octavo.runner.fake import FakeRunner
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.slots import COLUMNS, DEAD, DECODE, ENDING, PREEMPTED, PREFILL, STATES, WAITING, Sequence
-
-_INDEX = {name: i for i, name in enumerate(COLUMNS)}
+from octavo.scheduler.slots import DEAD, DECODE, ENDING, PREEMPTED, PREFILL, STATES, WAITING, Sequence
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Seen:
-    """One live sequence as found in the tables."""
+    """One live sequence as found in the tables; the columns in the order of `octavo.scheduler.slots.COLUMNS`."""
 
     row: int
     sequence: Sequence
-    columns: list[int]
     blocks: list[int]
-
-    def __getitem__(self, name: str) -> int:
-        return self.columns[_INDEX[name]]
+    state: int
+    known: int
+    computed: int
+    limit: int
+    eos: int
+    flags: int
+    in_flight: int
+    device_row: int
+    columns: int
+    order: int
+    last_step: int
+    request_id: int
+    child: int
 
     def __str__(self) -> str:
-        return f"request {self['request_id']}.{self['child']} ({STATES[self['state']]}, row {self.row})"
+        return f"request {self.request_id}.{self.child} ({STATES[self.state]}, row {self.row})"
 
 
 def ensure(condition: object, message: str) -> None:
-    """Raise Violation unless the condition holds."""
+    """Raise Violation unless the condition holds. Where it matters for speed, the caller tests it itself."""
     if not condition:
         raise Violation(message)
 
@@ -46,14 +55,16 @@ def ensure(condition: object, message: str) -> None:
 def look(scheduler: Scheduler) -> list[Seen]:
     """Every live sequence with its columns and blocks."""
     state = scheduler.state
-    columns = state.slots.columns().T.tolist()
-    out = []
-    for row, sequence in enumerate(state.slots.sequences):
-        if sequence is not None:
-            out.append(Seen(row, sequence, columns[row], state.blocks_of(row).tolist()))
-        elif any(columns[row]):
-            raise Violation(f"I8: row {row} is empty, but not all zeros: {columns[row]}")
-    return out
+    data = state.slots.columns()
+    live = [row for row, sequence in enumerate(state.slots.sequences) if sequence is not None]
+    dirty = np.flatnonzero(data.any(axis=0)).tolist()
+    if dirty != live:
+        raise Violation(f"I8: rows {sorted(set(dirty) ^ set(live))} are empty, but not all zeros")
+    sequences = state.slots.sequence
+    return [
+        Seen(row, sequences(row), state.blocks_of(row).tolist(), *columns)
+        for row, columns in zip(live, data[:, live].T.tolist(), strict=True)
+    ]
 
 
 def check_blocks(scheduler: Scheduler, seen: list[Seen]) -> list[int]:
@@ -64,7 +75,8 @@ def check_blocks(scheduler: Scheduler, seen: list[Seen]) -> list[int]:
     for one in seen:
         for block in one.blocks:
             owners[block] += 1
-        ensure(len(set(one.blocks)) == len(one.blocks), f"I2: {one} holds a block twice: {one.blocks}")
+        if len(set(one.blocks)) != len(one.blocks):
+            raise Violation(f"I2: {one} holds a block twice: {one.blocks}")
     if owners != ref:
         wrong = [(b, ref[b], owners[b]) for b in range(pool.blocks) if ref[b] != owners[b]]
         raise Violation(f"I2: (block, count, tables that hold it): {wrong[:5]}")
@@ -72,41 +84,42 @@ def check_blocks(scheduler: Scheduler, seen: list[Seen]) -> list[int]:
     free = ref.count(0) - 1
     ensure(ref[0] == 0 and 0 not in order, "I1: the padding block is in use")
     ensure(len(order) == len(set(order)) == free == pool.free, f"I1: {len(order)} in order, {pool.free}, {free} free")
-    ensure(not any(ref[block] for block in order), "I1: a held block is in the free order")
+    ensure(sum(map(ref.__getitem__, order)) == 0, "I1: a held block is in the free order")
     return ref
 
 
 def check_index(scheduler: Scheduler, runner: FakeRunner, ledger: Ledger, *, contents: bool) -> None:
     """I5, I12. contents: compare with the device (not while a lost step waits to be reported)."""
-    pool = scheduler.state.pool
-    ensure(len(pool.index) == len(pool.key) - pool.key.count(None), "I5: keys outside the index")
-    index, kv = pool.index, runner.kv
-    for key, block in index.items():
-        known = ledger.contents.get(key)
-        if pool.key[block] != key or known is None:
-            raise Violation(f"I5: block {block} has a key that belongs to no text, or to another block")
-        if contents and kv[block] != known[1]:
-            raise Violation(f"I5: block {block} does not hold what its key says")
-        parent = ledger.parents[key]
-        if parent not in index and parent not in ledger.roots:
-            raise Violation(f"I12: block {block} is cached without its parent")
+    pool, index = scheduler.state.pool, scheduler.state.pool.index
+    keys, blocks = list(index), list(index.values())
+    ensure(len(keys) == len(pool.key) - pool.key.count(None), "I5: keys outside the index")
+    ensure(list(map(pool.key.__getitem__, blocks)) == keys, "I5: the index and the blocks' keys differ")
+    known: list[object] = list(map(ledger.contents.get, keys))
+    ensure(None not in known, "I5: a key that belongs to no text")
+    if contents and list[object](map(runner.kv.__getitem__, blocks)) != known:
+        wrong = [b for b, content in zip(blocks, known, strict=True) if runner.kv[b] != content]
+        raise Violation(f"I5: blocks {wrong[:5]} do not hold what their keys say")
+    orphans = set(map(ledger.parents.__getitem__, keys)) - index.keys() - ledger.roots.keys()
+    ensure(not orphans, "I12: a block is cached without its parent")
 
 
 def check_sharing(scheduler: Scheduler, seen: list[Seen], ref: list[int]) -> None:
     """I3."""
-    limits = scheduler.state.limits
+    size = scheduler.state.limits.block_size
     holders: dict[int, list[tuple[int, Seen]]] = {}
     for one in seen:
         for column, block in enumerate(one.blocks):
             if ref[block] > 1:
                 holders.setdefault(block, []).append((column, one))
     for block, group in holders.items():
-        ensure(len({column for column, _ in group}) == 1, f"I3: block {block} is at two places of two texts")
         column = group[0][0]
-        full = [one for _, one in group if one["computed"] >= (column + 1) * limits.block_size]
+        full = [one for at, one in group if one.computed >= (column + 1) * size and at == column]
         keys = {one.sequence.keys[column] for one in full if column < len(one.sequence.keys)}
-        requests = {one["request_id"] for _, one in group}
-        ensure(len(requests) == 1 or (len(keys) == 1 and len(full) == len(group)), f"I3: block {block} is shared")
+        requests = {one.request_id for _, one in group}
+        if any(at != column for at, _ in group):
+            raise Violation(f"I3: block {block} is at two places of two texts")
+        if len(requests) > 1 and (len(keys) != 1 or len(full) != len(group)):
+            raise Violation(f"I3: requests {sorted(requests)} share block {block}, but not what it holds")
 
 
 def check_writes(scheduler: Scheduler, runner: FakeRunner) -> None:
@@ -115,7 +128,7 @@ def check_writes(scheduler: Scheduler, runner: FakeRunner) -> None:
     shared = {block for block in runner.written if state.pool.ref[block] > 1}
     if not shared:
         return
-    seen = [one for one in look(scheduler) if one["state"] != WAITING or one["last_step"] != state.step]
+    seen = [one for one in look(scheduler) if one.state != WAITING or one.last_step != state.step]
     for block in shared:
         holders = [str(one) for one in seen if block in one.blocks]
         ensure(len(holders) < 2, f"I4: block {block} was written while {holders} hold it")
@@ -124,49 +137,58 @@ def check_writes(scheduler: Scheduler, runner: FakeRunner) -> None:
 def check_rows(scheduler: Scheduler, seen: list[Seen]) -> None:
     """I7, I8 and the consistency of queue, device rows and the list of requests."""
     state = scheduler.state
-    size = state.limits.block_size
     queued = set(state.queue.rows())
     dormant = {child.row for one in seen for child in one.sequence.dormant}
     in_flight = Counter(row for step in state.in_flight for row in step.rows.tolist())
     requests: dict[int, list[int]] = {}
-    used = []
+    waiting = set()
     for one in seen:
-        now, known, computed, limit = one["state"], one["known"], one["computed"], one["limit"]
-        device_row, blocks = one["device_row"], one.blocks
-        requests.setdefault(one["request_id"], []).append(one.row)
-        ensure(0 <= computed <= known <= limit, f"I7: {one} has computed {computed}, known {known}, limit {limit}")
-        ensure(one["in_flight"] == in_flight[one.row], f"I11: {one} counts {one['in_flight']} steps in flight")
-        if device_row:
-            used.append(device_row)
-        running = now in (PREFILL, DECODE, ENDING)
-        ensure(bool(device_row) or not (running or now == PREEMPTED), f"I8: {one} has no device row")
-        ensure(not device_row or now != WAITING, f"I8: {one} waits with device row {device_row}")
-        if running:
-            ensure(len(blocks) * size >= computed, f"I7: {one} has {len(blocks)} blocks for {computed} tokens")
-            ensure((len(blocks) - 1) * size < known, f"I7: {one} has {len(blocks)} blocks for {known} known tokens")
-            gap = {PREFILL: known > computed, DECODE: known == computed + 1 < limit + 1, ENDING: known == limit}
-            ensure(gap[now], f"I7: {one} has computed {computed} of {known}")
-        elif now == WAITING:
-            ensure((one.row in queued) != (one.row in dormant), f"I8: {one} waits nowhere, or twice")
-            ensure(len(one.sequence.ids) == known, f"I7: {one} keeps {len(one.sequence.ids)} of {known} tokens")
-            ensure(blocks or not computed, f"I7: {one} has computed {computed} without a block")
-        else:
-            ensure(not blocks and one["in_flight"] > 0, f"I8: {one} is not given back")
-    waiting = {one.row for one in seen if one["state"] == WAITING}
-    ensure(queued | dormant == waiting, "I8: the queue holds rows that do not wait")
-    rows = sorted(used + list(state.device_rows))
-    ensure(rows == list(range(1, state.limits.max_num_seqs + 1)), f"I8: device rows {rows}")
+        requests.setdefault(one.request_id, []).append(one.row)
+        if one.in_flight != in_flight[one.row]:
+            raise Violation(f"I11: {one} counts {one.in_flight} steps in flight")
+        problem = row_problem(one, state.limits.block_size)
+        if problem:
+            raise Violation(f"{one} {problem}: {one.computed} computed, {one.known} known, {one.blocks}")
+        if one.state == WAITING:
+            waiting.add(one.row)
+    ensure(queued | dormant == waiting and not queued & dormant, "I8: somebody waits nowhere, or twice")
+    rows = sorted([one.device_row for one in seen if one.device_row] + list(state.device_rows))
+    ensure(rows == list(range(1, state.limits.max_num_seqs + 1)), "I8: a device row is lost, or used twice")
     ensure({r: sorted(rows) for r, rows in state.requests.items()} == requests, "I8: requests and rows differ")
+
+
+def row_problem(one: Seen, block_size: int) -> str:
+    """What is wrong with a sequence taken by itself; empty when nothing is."""
+    now, known, computed, held = one.state, one.known, one.computed, len(one.blocks)
+    if not 0 <= computed <= known <= one.limit:
+        return "I7: does not count right"
+    if now == WAITING:
+        if one.device_row or len(one.sequence.ids) != known or (computed and not held):
+            return "I7: waits with the wrong things"
+    elif not one.device_row and now != DEAD:
+        return "I8: has no device row"
+    elif now in (PREEMPTED, DEAD):
+        if held or not one.in_flight:
+            return "I8: is not given back"
+    elif not (held - 1) * block_size < known or held * block_size < computed:
+        return "I7: has too many blocks, or too few"
+    elif now == PREFILL and computed == known:
+        return "I7: has nothing to feed"
+    elif now == DECODE and (computed + 1 != known or known == one.limit):
+        return "I7: has no token of its own to compute"
+    elif now == ENDING and known != one.limit:
+        return "I7: does not end"
+    return ""
 
 
 def check_plan(scheduler: Scheduler, words: list[int]) -> None:
     """I6, on the words of the plan that was just made."""
     limits = scheduler.state.limits
     rows, tokens = words[3], words[4]
-    ensure(0 <= tokens <= limits.max_num_batched_tokens, f"I6: {tokens} tokens in one step")
-    ensure(rows <= limits.max_num_seqs, f"I6: {rows} rows, {limits.max_num_seqs} allowed")
-    ensure(words[11] <= limits.table_capacity, f"I6: {words[11]} table writes, {limits.table_capacity} allowed")
-    ensure(words[19] <= limits.max_num_seqs, f"I6: {words[19]} parameter blocks")
+    ensure(0 <= tokens <= limits.max_num_batched_tokens, "I6: more tokens in a step than allowed")
+    ensure(rows <= limits.max_num_seqs, "I6: more rows in a step than allowed")
+    ensure(words[11] <= limits.table_capacity, "I6: more table writes in a step than allowed")
+    ensure(words[19] <= limits.max_num_seqs, "I6: more parameter blocks in a step than allowed")
 
 
 def check_idle(scheduler: Scheduler) -> None:
@@ -180,4 +202,4 @@ def check_idle(scheduler: Scheduler) -> None:
 
 def alive(one: Seen) -> bool:
     """Whether the sequence has not ended."""
-    return one["state"] != DEAD
+    return one.state != DEAD

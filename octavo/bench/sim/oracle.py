@@ -39,12 +39,13 @@ class Expected:
 class Ledger:
     """All live sequences by (request, child), and what each key of the prefix index stands for.
 
-    contents: key -> (salt, the KV words of its block). roots: keys before the first block.
+    contents: key -> the KV words of its block. salts: key -> salt. roots: keys before the first block.
     """
 
     config: SimConfig
     live: dict[tuple[int, int], Expected] = field(default_factory=dict)
-    contents: dict[bytes, tuple[str, bytes]] = field(default_factory=dict)
+    contents: dict[bytes, bytes] = field(default_factory=dict)
+    salts: dict[bytes, str] = field(default_factory=dict)
     parents: dict[bytes, bytes] = field(default_factory=dict)
     roots: dict[bytes, str] = field(default_factory=dict)
 
@@ -85,10 +86,9 @@ class Ledger:
         content = np.array(words, "<u4").tobytes()
         parent = root
         for i, key in enumerate(chain_keys(root, np.array(tokens, np.int32), size)):
-            known = (spec.salt, content[4 * i * size : 4 * (i + 1) * size])
-            other = self.contents.setdefault(key, known)
-            if other != known:
-                raise Violation(f"one key stands for two contents, of salts {spec.salt!r} and {other[0]!r}")
+            block = content[4 * i * size : 4 * (i + 1) * size]
+            if self.contents.setdefault(key, block) != block or self.salts.setdefault(key, spec.salt) != spec.salt:
+                raise Violation(f"one key stands for two contents, of salts {spec.salt!r} and {self.salts[key]!r}")
             self.parents[key] = parent
             parent = key
 

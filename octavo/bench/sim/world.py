@@ -22,7 +22,7 @@ from octavo.runner.base import StepError, TokenLogprobs
 from octavo.runner.fake import FakeRunner, Ticket
 from octavo.scheduler.records import ABORT, ERROR, RUNNING, Limits, Stats, TokenBatch
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.slots import ENDING, PREEMPTED, WAITING
+from octavo.scheduler.slots import ENDING, WAITING
 
 
 class WatchedRunner(FakeRunner):
@@ -78,7 +78,7 @@ class World:
         self.may_fail: set[int] = set()
         self.lost: int | None = None  # number of the step that was lost, until that is reported
         self.deadlines: dict[int, int] = {}  # request -> step by which it must have ended
-        self.oldest: tuple[tuple[int, ...], int] = ((), 0)
+        self.first: tuple[tuple[int, ...], int] = ((), 0)  # who is served first, and since when as it is
 
     def live(self) -> list[int]:
         """Ids of the requests that are not over."""
@@ -241,23 +241,24 @@ class World:
         computed = stats.prompt_tokens_computed + stats.recomputed_tokens
         ensure(computed == count.prompt_tokens_computed, "I11: tokens fed by the host")
         for name in ("generated_tokens", "steps", "block_copies", "peak_blocks"):
-            mine, theirs = getattr(count, name), getattr(stats, name)
-            ensure(mine == theirs, f"I11: {name} is {theirs}, recounted {mine}")
+            if getattr(count, name) != getattr(stats, name):
+                raise Violation(f"I11: {name} is {getattr(stats, name)}, recounted {getattr(count, name)}")
         live = sum(one.sequence.preemptions for one in seen if checks.alive(one))
-        preemptions = self.ended_preemptions + live
-        ensure(stats.preemptions == preemptions, f"I11: {stats.preemptions} preemptions, {preemptions} in the tables")
+        ensure(stats.preemptions == self.ended_preemptions + live, "I11: preemptions")
 
     def _check_progress(self, seen: list[Seen]) -> None:
         """The first in the order of service never stands still; nobody waits for ever."""
-        for number, deadline in self.deadlines.items():
-            ensure(self.now <= deadline, f"stall: request {number} did not end by step {deadline}")
-        running = [one for one in seen if WAITING < one["state"] <= ENDING]
+        if self.deadlines and min(self.deadlines.values()) < self.now:
+            raise Violation(f"stall: requests {[n for n, at in self.deadlines.items() if at < self.now]} did not end")
+        running = [one for one in seen if WAITING < one.state <= ENDING]
         if not running:
             return
-        first = min(running, key=lambda one: one["order"])
-        ensure(first["state"] != PREEMPTED, "the first in the order of service gave way")
-        mark = (first["request_id"], first["child"], first["computed"], first["in_flight"])
-        if mark != self.oldest[0]:
-            self.oldest = (mark, self.now)
+        first = min(running, key=lambda one: one.order)
+        mark = (first.request_id, first.child, first.computed, first.in_flight, first.sequence.preemptions)
+        if mark[:2] == self.first[0][:2]:
+            ensure(mark[4] == self.first[0][4], "the first in the order of service gave way")
+        if mark != self.first[0]:
+            self.first = (mark, self.now)
         patience = 4 + 2 * self.config.depth + len(running)
-        ensure(self.now - self.oldest[1] <= patience, f"stall: {first} made no progress in {patience} steps")
+        if self.now - self.first[1] > patience:
+            raise Violation(f"stall: {first} made no progress in {patience} steps")
