@@ -36,7 +36,7 @@ class ModelConfig:
 
     model: str | None = option(None, "folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct if left out")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
-    dtype: str = option("auto", f"weights and KV cache: {', '.join(DTYPES)}; auto is the checkpoint's own type")
+    dtype: str = option("auto", f"weights and KV cache: {', '.join(DTYPES)}; auto is as stored")
     max_model_len: int | None = option(
         None, "longest sequence in tokens, prompt and output; what fits if left out"
     )

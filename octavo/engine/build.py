@@ -119,6 +119,7 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
             model.needs,
             model.checkpoint,
             dtype=dtype,
+            as_stored=config.model.dtype == "auto",
             blocks=facts.blocks,
             block_size=facts.block_size,
             rows=facts.max_num_seqs,

@@ -169,14 +169,15 @@ def build_native(
     rows: int,
     max_len: int,
     dtype: str = "bfloat16",
+    as_stored: bool = True,
     kv: str = "",
     threads: int = 0,
     isa: str = "",
 ) -> NativeRunner:
     """Load a model into a native engine with `blocks` KV blocks (the padding block included).
 
-    dtype: for weights stored as plain numbers, one of FORMATS; "float32" also widens block types and is exact, all
-    else keeps them as stored. kv: one of KV_TYPES, "" = float32 for float32 and else bfloat16. threads: 0 = the cores
+    dtype: one of FORMATS; "float32" is exact. as_stored: block types stay packed as they lie in the file, whatever
+    `dtype` (but not for float32). kv: one of KV_TYPES, "" = float32 for float32 and else bfloat16. threads: 0 = the cores
     this process may use. isa: one of `kernel_sets()`, "" = the best. Raises ConfigError, ModelError.
     """
     if reason := refusal(spec):
@@ -202,7 +203,7 @@ def build_native(
         engine = _native.Engine(
             sizes, factors, gelu, post_norms, layers, *rope, *window_rope, kv, threads or usable_cores(), isa
         )
-        _load_weights(engine, spec, needs, checkpoint, dtype)
+        _load_weights(engine, spec, needs, checkpoint, dtype, as_stored)
         engine.ready()
     except ValueError as error:
         raise ConfigError(f"The native engine cannot run this model: {error}.", "Use the torch back end.") from None
@@ -220,11 +221,16 @@ def _frequencies(spec: ModelSpec, rope: RopeSpec, needs: Sequence[TensorNeed], c
 
 
 def _load_weights(
-    engine: _native.Engine, spec: ModelSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: str
+    engine: _native.Engine,
+    spec: ModelSpec,
+    needs: Sequence[TensorNeed],
+    checkpoint: Checkpoint,
+    dtype: str,
+    as_stored: bool,
 ) -> None:
     """Hand every tensor to the engine. What was read of a mapped file is let go at once."""
     places, parts = _split(spec, needs)
-    packed = () if dtype == "float32" else [need.name for need in parts]
+    packed = () if dtype == "float32" or not as_stored else [need.name for need in parts]
     gate: Loaded | None = None
     for place, item in zip(places, load(parts, checkpoint, packed), strict=True):
         if place.name == "rope_factors":
