@@ -61,7 +61,18 @@ class TorchRunner:
         last_N = batch.starts_R1[1:][torch.from_numpy(picked).to(self.rows.device)].to(torch.int64) - 1
         logits_NV = self.decoder.logits(hidden_TI[last_N])
         tokens_N, result = sample(logits_NV, view, picked, self.rows)
+        if result.bad is not None:
+            self._clean(view.device_rows[picked[result.bad]])
         return Ticket(tokens_N, result)
+
+    def _clean(self, device_rows: NDArray[np.int32]) -> None:
+        """Put zeros for what is not finite in the blocks of rows that failed.
+
+        A masked key still counts as 0 times its value, so a NaN behind the end of the next owner would spread.
+        """
+        rows = torch.from_numpy(device_rows.astype(np.int64)).to(self.rows.device)
+        blocks = self.rows.tables_SM[rows].unique().to(torch.int64)
+        self.pool.data[:, :, blocks] = self.pool.data[:, :, blocks].nan_to_num(0.0, 0.0, 0.0)
 
     def _move_blocks(self, view: PlanView) -> None:
         """Swap-out, copies, swap-in, in this order: a copy may overwrite what was just swapped out."""

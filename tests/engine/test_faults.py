@@ -33,7 +33,7 @@ def test_logits_that_are_not_finite_end_their_request_only(decoder, depth):
     engine.run()
     assert engine.reasons[1, 0] == "error"
     assert engine.tokens[0, 0] == alone.tokens[0, 0]
-    engine.runner.pool.data.nan_to_num_()
+    assert torch.isfinite(engine.runner.pool.data).all(), "the next owner of a block would read it"
     engine.submit(2, [5] * 40, GREEDY)
     engine.run()
     assert engine.tokens[2, 0] == alone.tokens[0, 0]
