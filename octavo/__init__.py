@@ -10,12 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
-_PLACES = dict.fromkeys(__all__, "octavo.types") | {"LLM": "octavo.engine.llm"}
+_PLACES = dict.fromkeys(__all__, "octavo.types") | {
+    "LLM": "octavo.engine.llm",
+    "AsyncLLM": "octavo.engine.async_llm",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,8 @@
 """The only place that reads the process environment.
 
 Octavo is configured by options, not by variables. At most five `OCTAVO_*` variables exist for debugging; the ones in
-use are in `DEBUG_VARIABLES`. Keys may come in `KEY_VARIABLES`, so that no command line shows them. Variables of other projects that change how fast
-Octavo runs are listed in `FOREIGN_VARIABLES`, so that `octavo doctor` can show them.
+use are in `DEBUG_VARIABLES`. Keys may come in `KEY_VARIABLES`, so that no command line shows them. Variables of other
+projects that change how fast Octavo runs are listed in `FOREIGN_VARIABLES`, so that `octavo doctor` can show them.
 """
 
 from __future__ import annotations

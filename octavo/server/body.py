@@ -7,7 +7,6 @@ a length is counted as it comes. All bodies being read together have a bound as 
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +21,7 @@ MAX_DEPTH = 64
 
 T = TypeVar("T")
 _reading = 0
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
@@ -101,10 +101,11 @@ def _short(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
-@lru_cache(maxsize=16)
-def decoder(kind: type) -> msgspec.json.Decoder[Any]:
-    """The decoder of one kind of body; making one evaluates the annotations of the class."""
-    return msgspec.json.Decoder(kind)
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """The decoder of one kind of body, made once: that evaluates the annotations of the class."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.json.Decoder(kind)
+    return _decoders[kind]
 
 
 def depth(data: bytes) -> int:

@@ -141,8 +141,9 @@ class Server:
         host, port = sock.getsockname()[:2]
         facts = self._llm.facts
         where = f"[{host}]" if ":" in host else host
-        print(f"{self._service.names[0]}: {facts.line() if facts is not None else ''}", flush=True)
-        print(f"Octavo is ready on http://{where}:{port} after {seconds:.1f} s", flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind stdout is no reason not to serve
+            print(f"{self._service.names[0]}: {facts.line() if facts is not None else ''}", flush=True)
+            print(f"Octavo is ready on http://{where}:{port} after {seconds:.1f} s", flush=True)
 
     async def _live(self) -> int:
         """Serve until told to end or the engine is lost for good."""

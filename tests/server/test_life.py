@@ -265,3 +265,28 @@ def test_old_spellings_start_the_same_server() -> None:
     finally:
         process.terminate()
         assert process.wait(10) == 0
+
+
+def test_f23_a_full_log_is_no_reason_not_to_serve() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", "serve", "--load-format", "fake", "--port", str(port)],
+            cwd=ROOT, stdout=full, stderr=full,
+        )  # fmt: skip
+    server = Running.__new__(Running)
+    server.port, server.key = port, None
+    try:
+        end = time.monotonic() + 20
+        while True:
+            try:
+                assert server.complete(faulty("bad numbers")).status == 500
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.05)
+        assert server.complete(max_tokens=2).status == 200
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
