@@ -10,6 +10,7 @@ import pytest
 
 from octavo.types import SamplingParams
 from tests.engine.smollm2 import SmolEngine, smollm2_decoder
+from tests.runner.native import NativeEngine, load_smollm2
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "data" / "smollm2-greedy.json").read_text())["rows"]
 TINY_MARGIN = 1e-3
@@ -76,16 +77,33 @@ MODES = [
 ]
 
 
+@pytest.fixture(scope="module", params=["native", "torch"])
+def make(request, smollm2_gguf):
+    """A function that makes engines on the real model in float32, by the C++ engine and by torch."""
+    if request.param == "torch":
+        decoder = smollm2_decoder(smollm2_gguf)
+        return lambda **options: SmolEngine(decoder, **options)
+    loaded = {}
+
+    def native(**options):
+        size = options.setdefault("block_size", 16)
+        if size not in loaded:
+            loaded[size] = load_smollm2(smollm2_gguf, rounded=True, block_size=size, dtype="float32")
+        return NativeEngine(*loaded[size], **options)
+
+    return native
+
+
 @pytest.mark.slow
-def test_identity_under_every_schedule(decoder):
+def test_identity_under_every_schedule(make):
     """Alone, batched, any block size, budget, cache, depth, preempted, beside aborted neighbours: the same ids.
 
-    Float32 sums depend on the shape of a batch, so a greedy row may part where best and second are within the margin.
+    Float32 sums may depend on the shape of a batch, so a row may part where best and second are within the margin.
     """
     alone: dict = {}
     best: dict = {}
     for i, (ids, params) in enumerate(requests()):
-        engine = SmolEngine(decoder, blocks=64)
+        engine = make(blocks=64)
         engine.submit(i, ids, params)
         engine.run()
         alone |= engine.tokens
@@ -93,7 +111,7 @@ def test_identity_under_every_schedule(decoder):
     for mode in MODES:
         options = dict(mode)
         aborts = options.pop("aborts", False)
-        engine = SmolEngine(decoder, **options)
+        engine = make(**options)
         for i, (ids, params) in enumerate(requests()):
             engine.submit(i, ids, params)
             if aborts:
