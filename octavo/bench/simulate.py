@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(tally: Tally) -> str:
     """A few lines for people."""
-    lines = [f"FAILED {failure}" for failure in tally.failures]
+    lines = [f"FAILED {failure}" for failure in tally.failures[:20]]
     rate = tally.steps / max(tally.seconds, 1e-9)
     lines.append(f"{tally.seeds} seeds, {tally.steps} steps in {tally.seconds:.1f} s ({rate:.0f} steps/s)")
     lines.append(", ".join(f"{name} {count}" for name, count in sorted(tally.counts.items())))

@@ -10,7 +10,9 @@ Order on the device: swap-out, copies, swap-in, parameters and table writes, for
 contains raises `PlanError`: block or row 0, two writes of one table entry, a destination that is read or written
 twice, a gap between positions, a row that reads what another row writes in the same step.
 
-Faults are injected with `inject` and hit the next launch. Rows of a launch that failed must be set up again.
+Faults are injected with `inject` and hit the next launch: "launch" runs nothing, and its rows must be set up again;
+"collect" loses the result and leaves rubbish in what the step wrote; "bad kv" makes one row's new keys and values not
+finite, which whoever reads them later reports; "bad logits" and "bad token" spoil one sample.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _SAMPLE, _HOST_IDS, _RARE = 1, 2, 4
 _BAN_UNTIL = 1
 
 START = 0x0C7A50  # the history before the first token
+_RUBBISH = 0x5A5A5A5A
 BAD = 0xFFFFFFFF  # the word of a position whose keys and values are not finite
 _MASK = 0xFFFFFFFF
 _WORD = struct.Struct("<I")
@@ -106,7 +109,8 @@ class FakeRunner:
     """Implements `octavo.runner.base.Runner` for `rows` sequences of up to `max_len` tokens.
 
     `blocks` and `host_blocks` count KV blocks on the device (padding block included) and on the host. A launch
-    computes, `collect` returns. tokens: sampled so far.
+    computes, `collect` returns. written: blocks that the last launch wrote. tainted: blocks that hold a BAD word.
+    unsound: samples so far whose history holds one.
     """
 
     def __init__(
@@ -118,16 +122,16 @@ class FakeRunner:
         self.kv = [bytearray(garbage.randbytes(4 * block_size)) for _ in range(blocks)]
         self.host = [bytearray(garbage.randbytes(4 * block_size)) for _ in range(host_blocks)]
         self.rows: list[_Row | None] = [None] * (rows + 1)
-        self.written: set[int] = set()  # blocks that the last step wrote
-        self.swapped = 0  # blocks moved between device and host
-        self._tainted: set[int] = set()  # device blocks with a BAD word
+        self.written: set[int] = set()
+        self.tainted: set[int] = set()
+        self.unsound = 0
         self._tainted_host: set[int] = set()
         self._pending: deque[Ticket] = deque()
         self._fault = ""
         self._victim = 0
 
     def inject(self, fault: str, victim: int = 0) -> None:
-        """Let the next launch fail in one of the ways of `FAULTS`; `victim` picks a sample for the last three."""
+        """Let the next launch fail in one of the ways of `FAULTS`; `victim` picks a row, or a sample."""
         self._fault, self._victim = fault, victim
 
     @property
@@ -173,14 +177,13 @@ class FakeRunner:
     def _move_blocks(self, plan: _Plan) -> None:
         for block, host in plan.swap_out:
             self.host[host][:] = self.kv[block]
-            _copy_mark(block in self._tainted, host, self._tainted_host)
+            _copy_mark(block in self.tainted, host, self._tainted_host)
         for source, target in plan.copies:
             self.kv[target][:] = self.kv[source]
-            _copy_mark(source in self._tainted, target, self._tainted)
+            _copy_mark(source in self.tainted, target, self.tainted)
         for host, block in plan.swap_in:
             self.kv[block][:] = self.host[host]
-            _copy_mark(host in self._tainted_host, block, self._tainted)
-        self.swapped += len(plan.swap_out) + len(plan.swap_in)
+            _copy_mark(host in self._tainted_host, block, self.tainted)
 
     def _set_up(self, plan: _Plan) -> None:
         for params in plan.params:
@@ -202,16 +205,18 @@ class FakeRunner:
         bad: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         victim = self._victim % plan.samples if plan.samples and fault else -1
-        for row, start, length, flags, ids in plan.rows:
+        spoiled = self._victim % max(len(plan.rows), 1) if fault == "bad kv" else -1
+        for i, (row, start, length, flags, ids) in enumerate(plan.rows):
             state = self._row(row)
             hit = bool(flags & _SAMPLE) and len(tokens) == victim
             self._check_row(row, state, start, length, flags, writer)
-            history, sound = self._compute(state, start, length, ids, poisoned=hit and fault == "bad kv")
+            history, sound = self._compute(state, start, length, ids, i == spoiled, _RUBBISH * (fault == "collect"))
             if not flags & _SAMPLE:
                 continue
             banned = state.banned if start + length < state.ban_until else frozenset()
             token = choose(history, state.mark, banned, self.vocab_size)
             state.token, state.length = token, start + length + 1
+            self.unsound += not sound
             if not sound or (hit and fault == "bad logits"):
                 bad.append(len(tokens))
             if flags & _RARE and state.logprobs >= 0:
@@ -251,7 +256,7 @@ class FakeRunner:
         state.next = end
 
     def _compute(
-        self, state: _Row, start: int, length: int, ids: list[int], *, poisoned: bool
+        self, state: _Row, start: int, length: int, ids: list[int], poisoned: bool, noise: int
     ) -> tuple[int, bool]:
         """Read the history back, write the words of the new tokens; the history after them, and whether finite."""
         size, table, kv = self.block_size, state.table, self.kv
@@ -261,18 +266,18 @@ class FakeRunner:
             history = crc32(kv[block], history)
         if rest:
             history = crc32(kv[table[full]][: 4 * rest], history)
-        sound = not poisoned and not (self._tainted and self._reads_bad(table, start))
+        sound = not poisoned and not (self.tainted and self._reads_bad(table, start))
         for position in range(start, start + length):
             token = ids[position - start] if ids else state.token
             word, history = history_step(history, token or 0)
             block = table[position // size]
-            _WORD.pack_into(kv[block], 4 * (position % size), word if sound else BAD)
+            _WORD.pack_into(kv[block], 4 * (position % size), word ^ noise if sound else BAD)
             if not sound:
-                self._tainted.add(block)
-        if self._tainted and sound:
+                self.tainted.add(block)
+        if self.tainted and sound:
             for block in table[full : (start + length - 1) // size + 1]:
-                if block in self._tainted and BAD not in memoryview(kv[block]).cast("I"):
-                    self._tainted.discard(block)
+                if block in self.tainted and BAD not in memoryview(kv[block]).cast("I"):
+                    self.tainted.discard(block)
         return history, sound
 
     def _reads_bad(self, table: list[int], end: int) -> bool:
@@ -280,7 +285,7 @@ class FakeRunner:
         size = self.block_size
         for column in range(-(-end // size)):
             block = table[column]
-            if block in self._tainted and BAD in memoryview(self.kv[block]).cast("I")[: end - column * size]:
+            if block in self.tainted and BAD in memoryview(self.kv[block]).cast("I")[: end - column * size]:
                 return True
         return False
 

@@ -88,8 +88,11 @@ def draw_config(rng: Random) -> SimConfig:
     columns = -(-max_len // block_size)
     seqs = rng.choice((1, 2, 3, 4, 6, 8, 12))
     usable = max(1, int(columns * 2 ** rng.uniform(0, 2)))
-    if rng.random() < 0.04:
+    special = rng.random()
+    if special < 0.04:
         usable = rng.randrange(512, 4096)
+    elif special < 0.12:  # not every request fits
+        usable = max(1, columns // 2)
     return SimConfig(
         block_size=block_size,
         usable=usable,

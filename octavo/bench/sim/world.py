@@ -77,6 +77,7 @@ class World:
         self.now = 0
         self.may_fail: set[int] = set()
         self.lost: int | None = None  # number of the step that was lost, until that is reported
+        self.poisoned = False  # keys and values are not finite somewhere, and nobody has noticed
         self.deadlines: dict[int, int] = {}  # request -> step by which it must have ended
         self.first: tuple[tuple[int, ...], int] = ((), 0)  # who is served first, and since when as it is
 
@@ -140,28 +141,39 @@ class World:
 
     def _turn(self) -> None:
         state = self.scheduler.state
-        if self.runner.armed or self.lost is not None:
+        if self.runner.armed or self.faulty:
             self.may_fail.update(self.live())  # until the loss is reported, whoever is there may have built on it
         batches = self._loop_step()
         for batch in batches:
             self._receive(batch)
         if self.lost is not None and (not state.in_flight or state.in_flight[0].number > self.lost):
             self.lost = None
+        if self.poisoned:
+            pool = state.pool
+            self.poisoned = any(pool.ref[b] or pool.key[b] is not None for b in self.runner.tainted)
         seen = checks.look(self.scheduler)
         ref = checks.check_blocks(self.scheduler, seen)
-        checks.check_index(self.scheduler, self.runner, self.ledger, contents=self.lost is None)
+        checks.check_index(self.scheduler, self.runner, self.ledger, contents=not self.faulty)
         checks.check_sharing(self.scheduler, seen, ref)
         checks.check_rows(self.scheduler, seen)
         self._check_counters(seen)
         self._check_progress(seen)
 
     def _loop_step(self) -> list[TokenBatch]:
-        armed, before = self.runner.armed, self.scheduler.state.step
+        armed, before, unsound = self.runner.armed, self.scheduler.state.step, self.runner.unsound
         batches = self.loop.step()
         ensure(self.scheduler.state.step == before + 1, "the loop makes one plan a step")
         if armed and not self.runner.armed:
             self.lost = self.scheduler.state.step
+            self.poisoned |= bool(self.runner.tainted)
+        if self.runner.unsound != unsound:  # noticed when this step comes back
+            self.lost, self.poisoned = self.scheduler.state.step, False
         return batches
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a fault has happened of which the scheduler cannot know yet."""
+        return self.lost is not None or self.poisoned
 
     def _before_launch(self, words: list[int]) -> None:
         """Limits of a plan, and counters of work done from its own words."""

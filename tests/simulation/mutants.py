@@ -1,0 +1,153 @@
+"""Planted bugs: one silent edit each of the real source, which the simulator has to notice.
+
+An edit replaces a piece of a function's source and swaps the function's code object, so every reference to it sees
+the edit. It raises nothing by itself. `python -m tests.simulation.mutants` hunts all of them and prints the list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.bench.simulate import Failure, run_seed
+from octavo.scheduler import features, keys
+from octavo.scheduler.blocks import BlockPool
+from octavo.scheduler.planner import Planner
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.slots import SlotTable
+from octavo.scheduler.state import SchedulerState
+
+STEPS, SEEDS = 500, 150
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` occurs once in the source of `function`; `new` takes its place."""
+
+    name: str
+    function: Callable[..., Any]
+    old: str
+    new: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The edit, for the time of a `with` block."""
+        source = textwrap.dedent(inspect.getsource(self.function))
+        assert source.count(self.old) == 1, f"{self.name}: {self.old!r} occurs {source.count(self.old)} times"
+        scope: dict[str, Any] = {}
+        exec(compile(source.replace(self.old, self.new), f"<{self.name}>", "exec"), dict(vars(_module(self))), scope)
+        before = self.function.__code__
+        self.function.__code__ = scope[self.function.__name__].__code__
+        try:
+            yield
+        finally:
+            self.function.__code__ = before
+
+
+def _module(mutant: Mutant) -> Any:
+    return inspect.getmodule(mutant.function)
+
+
+def hunt(mutant: Mutant) -> str:
+    """How the simulator noticed: seed, step and violation; empty when it did not."""
+    logging.getLogger("octavo.engine.loop").setLevel(logging.CRITICAL)
+    with mutant.planted():
+        for seed in range(SEEDS):
+            try:
+                run_seed(seed, STEPS)
+            except Failure as failure:
+                return f"seed {seed}, step {failure.trace.steps}: {failure}"
+    return ""
+
+
+DROP = "self.pool.drop(self.blocks_of(row))"
+
+MUTANTS = [
+    # Blocks.
+    Mutant("leak on abort while waiting", SchedulerState.end, DROP, f"slots.device_row[row] and {DROP}"),
+    Mutant("leak on abort during prefill", SchedulerState.end, DROP, f"slots.state[row] != 2 and {DROP}"),
+    Mutant("double free on preemption and abort", SchedulerState.preempt, "slots.blocks[row] = 0", "pass"),
+    Mutant("a prefix hit counts twice", BlockPool.hold, "= ref + 1", "= ref + 1 + (ref == 0)"),
+    Mutant("a block that others hold is freed", BlockPool.drop, "blocks[left == 0]", "blocks[left <= 1]"),
+    Mutant("the head of a chain is evicted first", BlockPool.drop, "[left == 0][::-1]", "[left == 0]"),
+    Mutant("an evicted block keeps its key", BlockPool.take, "keys[block] = None", "pass"),
+    Mutant("a revived block stays in the free order", BlockPool.hold, "self._stale[block] += 1", "pass"),
+    Mutant("partial allocation kept while waiting", Planner._try_admit,
+           "        return NO_ROOM\n    if sequence.forked",
+           "        return pool.hold(hit) or NO_ROOM\n    if sequence.forked"),
+    # Prefix index.
+    Mutant("a block is cached before it is full", Planner._plan_chunk, "end >> self.state.shift",
+           "min(-(-end >> self.state.shift), len(sequence.keys))"),
+    Mutant("key without parent", keys.chain_keys, "sha256(parent + data[", "sha256(data["),
+    Mutant("key without salt", keys.root_key, "salt, adapter)", "adapter)"),
+    Mutant("off by one at a full last block", Planner._try_admit, "keys[: (known - 1) >>", "keys[: known >>"),
+    Mutant("a block is hit in the step that fills it", Planner._is_written_now, "== self.state.step", "== -5"),
+    Mutant("a published block is written in place unseen", Planner._unshare_in_place,
+           "self.rewritten.add(int(block[0]))", "pass"),
+    Mutant("tokens in flight get keys", SchedulerState.publish_generated, " - slots.in_flight[row]", ""),
+    Mutant("a chain goes on from a foreign parent", BlockPool.publish, "index.get(parent[1]) != parent[0]", "False"),
+    # Copy on write.
+    Mutant("copy on write skipped", Planner._plan_decodes,
+           "special |= (slots.flags[rows] & SHARED_TAIL) != 0", "pass"),
+    Mutant("the copy is not in the plan", Planner._unshare, "self.draft.copies += (int(block[0]), copy)",
+           "self.stats.block_copies += 1"),
+    Mutant("the copy is not in the table", Planner._unshare, "if slots.device_row[row]:", "if False:"),
+    Mutant("forks hold the blocks once for all", Planner._fork, "self.pool.hold(child.forked)",
+           "child is parent.dormant[0] and self.pool.hold(child.forked)"),
+    Mutant("children fork from an unfinished prompt", Planner._try_admit,
+           "slots.last_step[row] == self.state.step", "False"),
+    # Rows and parameters.
+    Mutant("slot not reset", SlotTable.give_back, "self._data[:, row] = 0", "pass"),
+    Mutant("row not set up again after preemption", Planner._set_up, "self.draft.params.append(",
+           "sequence.preemptions or self.draft.params.append("),
+    Mutant("every child samples as the first", features.set_up_block, "device_row, length, child",
+           "device_row, length, 0"),
+    Mutant("upper half of the seed lost", features.parameter_block, "request.seed >> 32", "0"),
+    Mutant("min_tokens forgotten", features.rare_words, "request.min_tokens <= 0", "True"),
+    Mutant("device row given back too early", SchedulerState.end, "if slots.in_flight[row] == 0:", "if True:"),
+    Mutant("preempted row queues with steps in flight", SchedulerState.preempt,
+           "if slots.in_flight[row] == 0:", "if True:"),
+    Mutant("a new block is not in the table", Planner._append_blocks,
+           "self.draft.write_table(device_rows, columns, blocks)", "pass"),
+    # Planning.
+    Mutant("computed not reset on preemption", SchedulerState.requeue, "slots.computed[row] = 0", "pass"),
+    Mutant("preemption forgets the last token", SchedulerState.requeue, ": slots.known[row]]",
+           ": slots.known[row] - 1]"),
+    Mutant("budget exceeded", Planner._plan_chunk, "self.budget -= length", "pass"),
+    Mutant("the oldest gives way", Planner._make_room, "np.argmax", "np.argmin"),
+    Mutant("victim chosen again", Planner._make_room, "running = np.delete(running, last)", "pass"),
+    Mutant("unservable request retried for ever", SchedulerState.check, "need > self.pool.usable", "False"),
+    Mutant("passed over and never put back", Planner._admit, "self.state.enqueue(row)", "pass"),
+    Mutant("forked children are not queued", Planner._fork, "self.state.enqueue(child.row)", "pass"),
+    Mutant("a plan is larger than the table section", Planner._try_admit,
+           "> self.limits.table_capacity", "> 10**9"),
+    # Results.
+    Mutant("finish reported twice", SchedulerState.end, "self.ended.append(",
+           "self.ended += self.ended[-1:]\n    self.ended.append("),
+    Mutant("finish never reported", Scheduler.commit, "batch.ended = self.take_ended()", "self.take_ended()"),
+    Mutant("stop ids ignored", Scheduler.commit, "stopped[i] |= ", "_ = "),
+    Mutant("one token too many", Scheduler.commit, "at + 1 >= slots.limit", "at >= slots.limit"),
+    Mutant("tokens after the end", Scheduler.commit, "good = slots.state[sampled] != DEAD",
+           "good = slots.state[sampled] > 0"),
+    Mutant("logprobs of the next row", Scheduler._batch, "np.cumsum(good) - 1", "np.cumsum(good)"),
+    # Faults.
+    Mutant("a lost step stays in the index", SchedulerState.fail_rows, "set(pool.unpublish(suspects))",
+           "set(suspects)"),
+    Mutant("blocks of bad logits stay in the index", SchedulerState.fail_rows, "if not lost:", "if False:"),
+    Mutant("who shared a lost block goes on", SchedulerState.fail_rows, "if lost and gone:", "if False:"),
+    Mutant("who gave a lost block up goes on", SchedulerState._has_held,
+           "return sequence.given_up is not None and", "return False and"),
+    Mutant("siblings of a lost row go on", SchedulerState.fail_rows, "list(self.requests.get(request, ()))",
+           "failed & set(self.requests.get(request, ()))"),
+    Mutant("tokens outside the vocabulary pass", Scheduler.commit, "self.state.limits.vocab_size", "(1 << 31)"),
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    for planted in MUTANTS:
+        print(f"{planted.name:48} {hunt(planted) or 'NOT NOTICED'}", flush=True)
