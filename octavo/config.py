@@ -13,6 +13,7 @@ from typing import Any
 from octavo.errors import ConfigError
 
 GIB = 1 << 30
+PRIORITY_ORDERS = ("high-first", "low-first")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = {
     "auto": "",
@@ -37,9 +38,7 @@ class ModelConfig:
     model: str | None = option(None, "folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct if left out")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     dtype: str = option("auto", f"weights and KV cache: {', '.join(DTYPES)}; auto is as stored")
-    max_model_len: int | None = option(
-        None, "longest sequence in tokens, prompt and output; what fits if left out"
-    )
+    max_model_len: int | None = option(None, "longest sequence in tokens, prompt and output; what fits if left out")
     load_format: str = option("auto", "auto, or dummy for seeded random weights (config.json is enough)")
     device: str = option("auto", "cpu, cuda, torch-cpu (the CPU without native kernels), or auto")
     enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying captured CUDA graphs")
@@ -50,9 +49,7 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = option(16, f"tokens of one KV block: {', '.join(map(str, BLOCK_SIZES))}")
-    kv_cache_memory_bytes: int | None = option(
-        None, "bytes of the KV cache; a share of the free memory if left out"
-    )
+    kv_cache_memory_bytes: int | None = option(None, "bytes of the KV cache; a share of the free memory if left out")
     gpu_memory_utilization: float = option(0.9, "share of the card's memory for weights, steps and KV cache")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
@@ -64,6 +61,8 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = option(None, "most sequences that run at a time")
     max_num_batched_tokens: int | None = option(None, "most tokens of one step")
+    scheduling_policy: str = option("fcfs", "who is served next: fcfs, priority, or fair (equal shares for each key)")
+    priority_order: str = option("high-first", "high-first: a larger priority is served earlier; or low-first")
     depth: int | None = option(None, "steps in flight before results are read: 0, 1 or 2")
 
 
@@ -171,6 +170,8 @@ class Facts:
     depth: int
     prefix_cache: bool
     watermark: int
+    policy: str
+    low_first: bool
     kv_bytes_per_block: int
 
     def line(self) -> str:
@@ -181,7 +182,8 @@ class Facts:
             f"{self.device}, {self.dtype}; KV cache {self.blocks - 1} blocks of {self.block_size} = {tokens} tokens "
             f"({memory:.2f} GiB); sequences of up to {self.max_model_len} tokens, {self.max_num_seqs} at a time; "
             f"{self.max_num_batched_tokens} tokens a step; depth {self.depth}; "
-            f"prefix cache {'on' if self.prefix_cache else 'off'}"
+            f"prefix cache {'on' if self.prefix_cache else 'off'}; served {self.policy}"
+            + (f", {PRIORITY_ORDERS[self.low_first]}" if self.policy == "priority" else "")
         )
 
 
@@ -230,8 +232,16 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         depth=depth,
         prefix_cache=wish.cache.enable_prefix_caching,
         watermark=(blocks - 1) // 100,
+        policy=_one_of("scheduling_policy", wish.scheduler.scheduling_policy, ("fcfs", "priority", "fair")),
+        low_first=_one_of("priority_order", wish.scheduler.priority_order, PRIORITY_ORDERS) == "low-first",
         kv_bytes_per_block=per_block,
     )
+
+
+def _one_of(name: str, value: str, values: tuple[str, ...]) -> str:
+    if value not in values:
+        raise ConfigError(f"{name} is {value!r}.", f"Give one of {', '.join(values)}.")
+    return value
 
 
 def _at_least(low: int, name: str, wish: int | None, default: int) -> int:
@@ -241,9 +251,7 @@ def _at_least(low: int, name: str, wish: int | None, default: int) -> int:
     return value
 
 
-def _blocks(
-    cache: CacheConfig, per_block: int, hardware: Hardware, share: float, most: int, useful: int
-) -> int:
+def _blocks(cache: CacheConfig, per_block: int, hardware: Hardware, share: float, most: int, useful: int) -> int:
     """Blocks of the pool with the padding block: as wished, else a share of what is free, at most `useful`."""
     if cache.num_gpu_blocks_override is not None:
         return _at_least(1, "num_gpu_blocks_override", cache.num_gpu_blocks_override, 0) + 1

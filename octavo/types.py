@@ -8,19 +8,28 @@ shape, so that scripts written for it run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
 from octavo.errors import RequestError
 
 MAX_N = 64
+MAX_PRIORITY = 1000
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 64
 U64 = 1 << 64
+
+C = TypeVar("C", bound=Collection[Any])
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
@@ -42,6 +51,13 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def _limited(name: str, values: C, most: int) -> C:
+    """`values`, at most `most` of them; RequestError otherwise."""
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} entries.", f"Give at most {most}.", name)
+    return values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings are vLLM's.
@@ -51,7 +67,16 @@ class SamplingParams:
     tokens, whatever else runs. stop: strings that end the text (not part of it unless `include_stop_str_in_output`).
     stop_token_ids: ids that end it. ignore_eos: go on past the model's end token. max_tokens: most new tokens; None
     means up to the context limit. min_tokens: no end before that many. logprobs: log-probabilities of the chosen
-    and the best `logprobs` tokens; -1 is not allowed. Raises RequestError for any value outside its range.
+    and the best `logprobs` tokens, before any of the changes below; -1 is not allowed. prompt_logprobs: the same for
+    every prompt token but the first. truncate_prompt_tokens: keep so many of the prompt's last tokens, -1 as many as
+    fit.
+
+    repetition_penalty divides positive and multiplies negative logits of tokens in prompt or output;
+    frequency_penalty is subtracted for each time a token is in the output, presence_penalty once. logit_bias adds to
+    the logits of ids, at most 100 either way. allowed_token_ids: the only ids that may be sampled. bad_words: words
+    that may not come up, at the start of the text or after a space.
+
+    Raises RequestError for any value outside its range.
     """
 
     n: int = 1
@@ -67,8 +92,17 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -81,15 +115,24 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 1 << 31)
         _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}.",
                 "Lower min_tokens.",
                 "min_tokens",
             )
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 1 << 31)
+            if self.truncate_prompt_tokens == 0:
+                raise RequestError(
+                    "truncate_prompt_tokens is 0.", "Give at least 1, or -1.", "truncate_prompt_tokens"
+                )
         self._check_stops()
+        self._check_edits()
 
     def _check_stops(self) -> None:
         stops = self.stop_strings
@@ -110,6 +153,27 @@ class SamplingParams:
             )
         for token in ids:
             _integer("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    def _check_edits(self) -> None:
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in _limited("logit_bias", self.logit_bias or {}, MAX_BIASES).items():
+            _integer("logit_bias", token, 0, (1 << 31) - 1)
+            _number("logit_bias", bias, -math.inf, math.inf)
+        for token in _limited("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED):
+            _integer("allowed_token_ids", token, 0, (1 << 31) - 1)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise RequestError("allowed_token_ids is empty.", "Give at least one id.", "allowed_token_ids")
+        if isinstance(self.bad_words, str):
+            raise RequestError("bad_words is a string.", "Give a list of words.", "bad_words")
+        for word in _limited("bad_words", self.bad_words or (), MAX_BAD_WORDS):
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                raise RequestError(
+                    f"bad_words holds an entry that is not a word of 1 to {MAX_BAD_WORD_CHARS} characters.",
+                    "Remove it.",
+                    "bad_words",
+                )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -150,6 +214,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int32 little-endian token ids. keys: prefix keys of the prompt's full blocks, 16 bytes each. root: key
     before the first block. seed: 64 bits. eos: the model's end ids (empty with ignore_eos). stop_ids: further end
     ids. limit: total tokens at which a sequence ends. id: the engine's own number, never a client's.
+
+    bias: (ids, values). bad: sequences of ids that may not come up. logprobs, prompt_logprobs: -1 is none.
     """
 
     id: int
@@ -167,6 +233,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int = -1
+    prompt_logprobs: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    allowed: tuple[int, ...] = ()
+    bad: tuple[tuple[int, ...], ...] = ()
     beam: bool = False
     priority: int = 0
     tenant: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -82,7 +82,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
         spec = spec_from_gguf(checkpoint.metadata, checkpoint.names())  # type: ignore[attr-defined]
         source = "gguf"
     else:
-        spec = spec_from_config(read_json(files.path / "config.json"))
+        generation = files.path / "generation_config.json"
+        ends = read_json(generation).get("eos_token_id") if generation.exists() else None
+        spec = spec_from_config(read_json(files.path / "config.json"), ends)
         source = "hf"
     needs = weight_needs(spec, source)
     if dummy:
@@ -91,6 +93,11 @@ def open_model(config: EngineConfig) -> OpenedModel:
         checkpoint = open_checkpoint(files)
     check(needs, checkpoint)
     return OpenedModel(files, spec, needs, checkpoint, spec.eos_ids)
+
+
+def with_ends(model: OpenedModel, ids: tuple[int, ...]) -> OpenedModel:
+    """The model with the tokenizer's end ids added to its own."""
+    return replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *ids))))
 
 
 def run_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -190,6 +197,8 @@ def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner
             vocab_size=vocab_size,
             prefix_cache=facts.prefix_cache,
             watermark=facts.watermark,
+            policy=facts.policy,
+            low_first=facts.low_first,
         )
     )
     limits = ModelLimits(vocab_size, facts.max_model_len, facts.block_size, eos_ids, facts.prefix_cache)

@@ -100,4 +100,5 @@ def build_request(
         stop_ids=tuple(params.stop_token_ids or ()),
         min_tokens=min(params.min_tokens, most),
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        priority=params.priority,
     )

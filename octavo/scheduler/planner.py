@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.scheduler.features import rare_words, set_up_block
+from octavo.scheduler.features import prompt_words, rare_words, set_up_block
 from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
+from octavo.scheduler.policy import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from octavo.scheduler.records import I32, I64, Step
 from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREFILL, SHARED_TAIL, Sequence
 from octavo.scheduler.state import NO_BLOCKS, SchedulerState
@@ -37,6 +38,8 @@ class Planner:
     def make(self) -> Step | None:
         """The plan, or None when nothing can be computed now."""
         state, slots = self.state, self.slots
+        if self.limits.policy == "priority":
+            self._make_way()
         rows, start = self._plan_decodes()
         for row in state.by_order((slots.state == PREFILL).nonzero()[0]):
             if self.budget == 0:
@@ -60,10 +63,33 @@ class Planner:
         device_rows = slots.device_row[rows]
         words = self.draft.encode((device_rows, start, length, flags), count)
         samples = (flags & SAMPLE).nonzero()[0]
+        if self.queue.fair:
+            self._charge(rows, length, flags)
         self.stats.steps += 1
         self.stats.block_copies += len(self.draft.copies) // 2
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.usable - self.pool.free)
         return Step(self.state.step, words, rows, device_rows, start + length, samples, self.published)
+
+    def _charge(self, rows: I64, length: I64, flags: I64) -> None:
+        """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
+        cost = (length * PROMPT_WEIGHT + ((flags & SAMPLE) != 0) * OUTPUT_WEIGHT).tolist()
+        for row, tokens in zip(rows.tolist(), cost, strict=True):
+            self.queue.charge(self.slots.sequence(row).request.tenant, tokens)
+
+    def _make_way(self) -> None:
+        """The sequence that is served next takes the place of a running one of lower priority, one in each plan.
+
+        Only when all device rows are taken, or when it found no room last time. Equal priorities never do this.
+        """
+        slots, head = self.slots, self.queue.peek()
+        if head is None or (self.state.device_rows and head != self.state.blocked):
+            return
+        running = ((slots.state == DECODE) | (slots.state == PREFILL)).nonzero()[0]
+        if len(running):
+            victim = int(running[np.argmax(slots.order[running])])
+            first, last = (self.state.rank(slots.sequence(row).request) for row in (head, victim))
+            if first > last:
+                self.state.preempt(victim)
 
     def _plan_decodes(self) -> tuple[I64, I64]:
         """Rows that compute the token they sampled last, and its position; each gets the block it will write."""
@@ -189,6 +215,9 @@ class Planner:
             self.stats.recomputed_tokens += length
         else:
             self.stats.prompt_tokens_computed += length
+        if sequence.request.prompt_logprobs >= 0:
+            device_row = int(slots.device_row[row])
+            self.draft.extras += prompt_words(sequence.request, device_row, sequence.ids, start, end)
         flags = HOST_IDS | int(slots.flags[row] & IS_RARE)
         if end == known:
             flags |= SAMPLE
@@ -231,6 +260,7 @@ class Planner:
                 continue
             put_back.append(row)
             if answer == NO_ROOM:
+                self.state.blocked = row
                 break
         for row in put_back:
             self.state.enqueue(row)
@@ -245,13 +275,19 @@ class Planner:
         total = -(-known // self.limits.block_size)
         if self.draft.table and self.draft.table_writes + total > self.limits.table_capacity:
             return NO_ROOM
+        if self.draft.extras and slots.flags[row] & IS_RARE:
+            rare = rare_words(sequence.request, 0, sequence.ids)
+            if len(self.draft.extras) + len(rare) > self.limits.extras_capacity:
+                return NO_ROOM
         hit = NO_BLOCKS
         column = (known - 1) >> self.state.shift  # of the block that a fork writes first
         if sequence.forked is not None:
             need = 1 if column == len(sequence.forked) else int(pool.ref[sequence.forked[column]] > 1)
         else:
             # The last token is always computed: somebody must yield the logits after it.
-            hit = pool.match(sequence.keys[: (known - 1) >> self.state.shift])
+            # Who wants log-probabilities of its prompt computes all of it.
+            if sequence.request.prompt_logprobs < 0:
+                hit = pool.match(sequence.keys[: (known - 1) >> self.state.shift])
             if self._is_written_now(hit):
                 return NOT_NOW
             need = total - len(hit)
@@ -298,4 +334,5 @@ class Planner:
         self.state.history[device_row, :known] = sequence.ids
         self.draft.write_table(device_row, self.state.columns[:columns], blocks)
         self.draft.params.append(set_up_block(sequence.params, device_row, known, int(slots.child[row])))
-        self.draft.extras += rare_words(sequence.request, device_row)
+        if slots.flags[row] & IS_RARE:
+            self.draft.extras += rare_words(sequence.request, device_row, sequence.ids)

@@ -1,20 +1,45 @@
-"""Who is served next, and who gives way: the waiting queue and the order of preemption.
+"""Who is served next, and who gives way: order keys, the waiting queue, fair shares.
 
-An order key is fixed when a sequence is submitted and kept through preemption, so the queue is a heap and a
-preempted sequence comes back to its old place. Smaller keys are served first; the victim of a preemption is the
-running sequence with the largest. First come first served: the key is the arrival number.
+An order key is fixed when a sequence is submitted and kept through preemption, so the queue is a heap and a preempted
+sequence comes back to its old place. Smaller keys are served first; the victim of a preemption is the running
+sequence with the largest.
+
+- fcfs: the key is the arrival number.
+- priority: a step of priority counts as `PRIORITY_STEP` arrivals. So a larger number is served earlier, and nobody
+  waits for ever: a sequence is overtaken only by those who come within that many arrivals of it (ageing).
+- fair: first come first served within each tenant; the next sequence comes from the tenant that was served the
+  fewest tokens, a generated one counting twice. A tenant that comes (back) starts level with the least served of
+  those who wait, so that nobody saves up credit. Source: virtual token counter, Sheng et al. 2024, "Fairness in
+  serving large language models".
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
+POLICIES = ("fcfs", "priority", "fair")
+PRIORITY_STEP = 1024
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+_TIE_BITS = 20
+
+
+def order_key(policy: str, arrival: int, priority: int) -> int:
+    """The order key of the sequence with this arrival number. Unique among sequences that live at the same time."""
+    place = arrival - priority * PRIORITY_STEP if policy == "priority" else arrival
+    return (place << _TIE_BITS) | (arrival & ((1 << _TIE_BITS) - 1))
+
 
 class WaitingQueue:
-    """Rows that wait for a device row, smallest order key first. Removal is lazy."""
+    """Rows that wait for a device row: a heap for each tenant, the least served tenant first. Removal is lazy.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
+    Without fair shares all rows belong to tenant "".
+    """
+
+    def __init__(self, *, fair: bool = False) -> None:
+        self.fair = fair
+        self.served: dict[str, int] = {}  # tokens by tenant, weighted
+        self._heaps: dict[str, list[tuple[int, int]]] = {}
         self._keys: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -23,19 +48,39 @@ class WaitingQueue:
     def __contains__(self, row: int) -> bool:
         return row in self._keys
 
-    def push(self, row: int, key: int) -> None:
-        """Add a row; `key` is unique."""
+    def push(self, row: int, key: int, tenant: str = "", *, fresh: bool = False) -> None:
+        """Add a row; `key` is unique. `fresh`: a new arrival, not one that comes back."""
+        tenant = tenant if self.fair else ""
+        heap = self._heaps.setdefault(tenant, [])
+        if self.fair and fresh and not heap:
+            waiting = [self.served[other] for other, rows in self._heaps.items() if rows and other != tenant]
+            self.served[tenant] = max(self.served.get(tenant, 0), min(waiting, default=0))
         self._keys[row] = key
-        heappush(self._heap, (key, row))
+        heappush(heap, (key, row))
 
     def pop(self) -> int | None:
-        """Take out the first row, None when nothing waits."""
-        while self._heap:
-            key, row = heappop(self._heap)
+        """Take out the row that is served next, None when nothing waits."""
+        while (tenant := self._next()) is not None:
+            key, row = heappop(self._heaps[tenant])
             if self._keys.get(row) == key:
                 del self._keys[row]
                 return row
         return None
+
+    def peek(self) -> int | None:
+        """The row that is served next; it stays."""
+        while (tenant := self._next()) is not None:
+            key, row = self._heaps[tenant][0]
+            if self._keys.get(row) == key:
+                return row
+            heappop(self._heaps[tenant])
+        return None
+
+    def _next(self) -> str | None:
+        waiting = [tenant for tenant, heap in self._heaps.items() if heap]
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        return min(waiting, key=lambda tenant: (self.served.get(tenant, 0), tenant))
 
     def remove(self, row: int) -> None:
         """Take out a row that waits."""
@@ -44,3 +89,7 @@ class WaitingQueue:
     def rows(self) -> list[int]:
         """The rows that wait, in any order."""
         return list(self._keys)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count tokens that a tenant was served."""
+        self.served[tenant] = self.served.get(tenant, 0) + tokens

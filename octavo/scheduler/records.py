@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+
+# Words of EXTRAS that the fixed parts of one request may take (see `octavo.types` for its limits).
+EXTRAS_WORDS = 16384
 
 # Why a sequence ended; 0 means that it goes on.
 RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
@@ -31,11 +34,18 @@ class Limits:
     vocab_size: int
     prefix_cache: bool = True
     watermark: int = 0
+    policy: str = "fcfs"
+    low_first: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
         """Columns of the block table."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def extras_capacity(self) -> int:
+        """Words of EXTRAS in one plan: at least what one sequence can ask for."""
+        return EXTRAS_WORDS + 2 * self.max_model_len
 
     @property
     def table_capacity(self) -> int:
@@ -88,7 +98,8 @@ class Ended:
 class TokenBatch:
     """New tokens of one committed step as columns, and every sequence that ended since the last batch.
 
-    `logprobs` maps a position in the columns to what the runner returned for it.
+    `logprobs` maps a position in the columns to what the runner returned for it. `prompts` holds what it returned for
+    chunks of prompts: request, position of the first token that is reported on, one entry a token.
     """
 
     request_id: I64
@@ -96,6 +107,7 @@ class TokenBatch:
     token: I32
     ended: list[Ended] = field(default_factory=list)
     logprobs: Mapping[int, object] = field(default_factory=dict)
+    prompts: list[tuple[int, int, Sequence[object]]] = field(default_factory=list)
 
     @classmethod
     def of_ends(cls, ended: list[Ended]) -> TokenBatch:

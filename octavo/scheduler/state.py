@@ -14,9 +14,9 @@ import numpy as np
 
 from octavo.errors import RequestError, invariant
 from octavo.scheduler.blocks import BlockPool
-from octavo.scheduler.features import parameter_block, row_flags
+from octavo.scheduler.features import edited_ids, parameter_block, row_flags
 from octavo.scheduler.keys import KEY_BYTES, chain_keys
-from octavo.scheduler.policy import WaitingQueue
+from octavo.scheduler.policy import WaitingQueue, order_key
 from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Stats, Step
 from octavo.scheduler.slots import (
     DEAD,
@@ -29,7 +29,7 @@ from octavo.scheduler.slots import (
     Sequence,
     SlotTable,
 )
-from octavo.types import MAX_N, EngineRequest
+from octavo.types import MAX_N, MAX_PRIORITY, EngineRequest
 
 NO_BLOCKS = np.empty(0, np.int32)
 
@@ -50,7 +50,8 @@ class SchedulerState:
         invariant(limits.block_size == 1 << self.shift, "the block size is a power of two")
         self.pool = BlockPool(limits.blocks, prefix_cache=limits.prefix_cache)
         self.slots = SlotTable(max(64, 2 * limits.max_num_seqs))
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue(fair=limits.policy == "fair")
+        self.blocked = 0  # row that was served next and found no room in the last plan
         self.stats = Stats()
         self.history: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_model_len), np.int32)
         self.table: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_blocks_per_seq), np.int32)
@@ -99,8 +100,11 @@ class SchedulerState:
         ends = (*request.eos, *request.stop_ids)
         if (
             not 1 <= request.n <= MAX_N
-            or keys not in (0, len(prompt) // limits.block_size * KEY_BYTES)
-            or not all(0 <= token < limits.vocab_size for token in ends)
+            or abs(request.priority) > MAX_PRIORITY
+            or keys != len(prompt) // limits.block_size * KEY_BYTES * (keys > 0 or limits.prefix_cache)
+            or not all(0 <= token < limits.vocab_size for token in (*ends, *edited_ids(request)))
+            or len(request.bias[0]) != len(request.bias[1])
+            or not all(request.bad)
         ):
             raise RequestError("The request is malformed.", "Build it with octavo.engine.client.")
 
@@ -120,19 +124,23 @@ class SchedulerState:
             slots.limit[row] = request.limit + request.beam  # the search itself ends its beams
             slots.eos[row] = request.eos[0] if request.eos else -1
             slots.flags[row] = row_flags(request, stop_ids)
-            slots.order[row] = self.arrivals
+            slots.order[row] = order_key(self.limits.policy, self.arrivals, self.rank(request))
             slots.request_id[row] = request.id
             slots.child[row] = child
             rows.append(row)
         self.requests[request.id] = rows
         if not request.beam:
             slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
-        self.enqueue(rows[0])
+        self.enqueue(rows[0], fresh=True)
         return rows
 
-    def enqueue(self, row: int) -> None:
+    def rank(self, request: EngineRequest) -> int:
+        """The priority of a request, larger served earlier whatever the user's direction."""
+        return -request.priority if self.limits.low_first else request.priority
+
+    def enqueue(self, row: int, *, fresh: bool = False) -> None:
         """Put a waiting row into the queue, at the place that its order key gives it."""
-        self.queue.push(row, int(self.slots.order[row]))
+        self.queue.push(row, int(self.slots.order[row]), self.slots.sequence(row).request.tenant, fresh=fresh)
 
     def blocks_of(self, row: int) -> I32:
         """The blocks that a row holds, by column."""
