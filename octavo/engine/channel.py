@@ -16,8 +16,9 @@ from typing import Any
 from octavo.engine.wire import Frames, FromEngine, Message, ToEngine, WireError, frame
 
 _READ = 1 << 18
+_TURN = 1 << 14  # bytes that the client takes in before others have their turn: a thousand tokens
 # The engine waits for a client that has left this much unread: it makes tokens for nobody.
-MAX_UNSENT = 64 << 20
+MAX_UNSENT = 4 << 20
 
 
 class EngineEnd:
@@ -83,27 +84,42 @@ class EngineEnd:
         self._selector.poll(seconds * 1000)
 
 
-class ClientEnd(asyncio.Protocol):
-    """The client's end. `on_message` gets every message, `on_close` is called once with the reason or None."""
+class ClientEnd(asyncio.BufferedProtocol):
+    """The client's end. `on_message` gets every message, `on_close` is called once with the reason or None.
+
+    Little is read at a time, so that an engine that is faster than its client does not keep the loop from others.
+    """
 
     def __init__(self, on_message: Callable[[Any], None], on_close: Callable[[Exception | None], None]) -> None:
         self._on_message = on_message
         self._on_close = on_close
         self._frames = Frames(FromEngine)
+        self._buffer = bytearray(_TURN)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
         self._transport = transport  # type: ignore[assignment]
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
         """Called by asyncio."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by asyncio."""
+        if nbytes == _TURN and self._transport is not None:  # there is more; libuv would go on reading it for seconds
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._read_on)
         try:
-            for message in self._frames.feed(data):
+            for message in self._frames.feed(memoryview(self._buffer)[:nbytes]):
                 self._on_message(message)
         except WireError:
             self.close()
             raise
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""

@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 CUT_SHORT = 5
 ENGINE_DIED = 4
 BACKLOG = 2048
+SEND_BUFFER = 128 << 10
 MAX_RESTARTS = 5  # in a row
 STEADY_SECONDS = 60.0  # after which the engine counts as well again
 _SPARE_FILES = 128
@@ -61,6 +62,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the kernel holds no more than this for a reader that does not read.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         sock.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
