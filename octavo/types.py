@@ -59,6 +59,20 @@ def _limited(name: str, values: C, most: int) -> C:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """When an output counts as a loop: the same 1 to `max_pattern_size` tokens `min_count` times in a row."""
+
+    max_pattern_size: int = 16
+    min_pattern_size: int = 1
+    min_count: int = 8
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 1, 256)
+        _integer("min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        _integer("min_count", self.min_count, 2, 1 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Field names and meanings are vLLM's.
 
@@ -74,7 +88,8 @@ class SamplingParams:
     repetition_penalty divides positive and multiplies negative logits of tokens in prompt or output;
     frequency_penalty is subtracted for each time a token is in the output, presence_penalty once. logit_bias adds to
     the logits of ids, at most 100 either way. allowed_token_ids: the only ids that may be sampled. bad_words: words
-    that may not come up, at the start of the text or after a space.
+    that may not come up, at the start of the text or after a space. repetition_detection: end an output that repeats
+    itself, with the finish reason "repetition". priority: larger is served earlier (scheduling_policy priority).
 
     Raises RequestError for any value outside its range.
     """
@@ -103,6 +118,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -256,7 +272,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is None while it runs, else stop, length, abort or error.
+    """One completion. `finish_reason` is None while it runs, else stop, length, repetition, abort or error.
 
     stop_reason: the stop string or token id that ended it; None for the model's own end token.
     """
@@ -288,7 +304,10 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All completions of one prompt. `num_cached_tokens`: prompt tokens whose K and V were found in the cache."""
+    """All completions of one prompt. `num_cached_tokens`: prompt tokens whose K and V were found in the cache.
+
+    prompt_logprobs: one entry for each prompt token, None for the first; None altogether when nobody asked.
+    """
 
     request_id: str
     prompt: str | None
@@ -297,3 +316,4 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from octavo.text.detokenizer import Detokenizer, StopChecker
+from octavo.text.loop_guard import LoopGuard
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
@@ -52,7 +53,11 @@ class RequestText:
             StopChecker(stops, params.include_stop_str_in_output) if stops and self._tokenizer else None
             for _ in range(params.n)
         ]
+        guard = params.repetition_detection
+        self._guards = [LoopGuard(guard) if guard else None for _ in range(params.n)]
         self._running = params.n
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None] * len(self.output.prompt_token_ids)
         if params.logprobs is not None:
             for completion in self.output.outputs:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
@@ -63,7 +68,7 @@ class RequestText:
         return self._running == 0
 
     def push(self, child: int, token: int, logprobs: SampledLogprobs | None, *, ends: bool) -> bool:
-        """Add one token; True when a stop string ended the child, which the engine does not know yet.
+        """Add one token; True when a stop string or the loop guard ended the child: the engine does not know it yet.
 
         `ends`: the engine ended the child with this token as its stop; such a token adds no text.
         """
@@ -73,10 +78,18 @@ class RequestText:
         completion.token_ids.append(token)
         if logprobs is not None:
             self._add_logprobs(completion, token, logprobs)
-        detokenizer, checker = self._detokenizers[child], self._checkers[child]
-        if detokenizer is None or (ends and not self._keeps_stop(token)):
+        detokenizer, guard = self._detokenizers[child], self._guards[child]
+        if detokenizer is not None and (not ends or self._keeps_stop(token)):
+            if self._search(child, detokenizer.push((token,)), ends):
+                return True
+        if ends or guard is None or not guard.push(token):
             return False
-        delta = detokenizer.push((token,))
+        self.end(child, "repetition")
+        return True
+
+    def _search(self, child: int, delta: str, ends: bool) -> bool:
+        """Add new text as far as no stop string may begin in it; True when one ended the child."""
+        completion, checker = self.output.outputs[child], self._checkers[child]
         if checker is None:
             completion.text += delta
             return False
@@ -86,6 +99,13 @@ class RequestText:
             return False
         self._finish(completion, "stop", stop)
         return True
+
+    def push_prompt(self, first: int, entries: Sequence[SampledLogprobs]) -> None:
+        """Log-probabilities of the prompt tokens from position `first` on. The same ones may come again."""
+        found = self.output.prompt_logprobs
+        if found is not None:
+            for position, entry in enumerate(entries, first):
+                found[position] = self._entry(self.output.prompt_token_ids[position], entry)
 
     def end(self, child: int, reason: str) -> None:
         """The engine ended a child. Ignored when a stop string ended it before."""
@@ -115,12 +135,15 @@ class RequestText:
         self.output.finished = self._running == 0
 
     def _add_logprobs(self, completion: CompletionOutput, token: int, found: SampledLogprobs) -> None:
+        if completion.logprobs is not None:
+            completion.logprobs.append(self._entry(token, found))
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + found.chosen
+
+    def _entry(self, token: int, found: SampledLogprobs) -> dict[int, Logprob]:
         entry = {token: Logprob(found.chosen, found.rank, self._piece(token))}
         for rank, (other, value) in enumerate(zip(found.ids, found.values, strict=True), 1):
             entry.setdefault(int(other), Logprob(float(value), rank, self._piece(int(other))))
-        if completion.logprobs is not None:
-            completion.logprobs.append(entry)
-            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + found.chosen
+        return entry
 
     def _piece(self, token: int) -> str | None:
         if self._tokenizer is None:

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from octavo.text.loop_guard import LoopGuard
 from octavo.text.outputs import RequestText
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import SamplingParams
+from octavo.types import RepetitionDetection, SamplingParams
 from octavo.weights.gguf import GgufCheckpoint
 
 TEXT = "The quick brown fox 😀 jumps over 日本語 the lazy dog."
@@ -100,3 +101,28 @@ def test_without_detokenising_there_are_ids_only(tokenizer):
     request, _ = feed(tokenizer, TEXT, detokenize=False)
     assert request.output.outputs[0].text == ""
     assert request.output.outputs[0].token_ids == tokenizer.encode(TEXT)
+
+
+def test_a_loop_ends_with_its_own_reason(tokenizer):
+    """Off by default; a pattern that stands eight times in a row ends the output, and its text is whole."""
+    text = "It goes" + " and on" * 40
+    plain, _ = feed(tokenizer, text)
+    assert plain.output.outputs[0].text == text
+    guarded, seen = feed(tokenizer, text, repetition_detection=RepetitionDetection())
+    completion = guarded.output.outputs[0]
+    assert completion.finish_reason == "repetition" and guarded.finished
+    assert completion.text == "It goes" + " and on" * 8
+    assert text.startswith(seen[-1])
+
+
+def test_periods_and_counts_of_the_loop_guard():
+    def length(tokens, **wish):
+        guard = LoopGuard(RepetitionDetection(**wish))
+        return next((i + 1 for i, token in enumerate(tokens) if guard.push(token)), None)
+
+    assert length([7] * 100) == 8
+    assert length([1, 2, 3] * 100, min_count=4) == 12
+    assert length([1, 2, 3, 4, 5] * 100, max_pattern_size=4) is None
+    assert length([7] * 100, min_pattern_size=3, min_count=2) == 6
+    assert length(list(range(50)) + [9, 8] * 20, min_count=3) == 56
+    assert length(list(range(3000)) + [5] * 9) == 3008
