@@ -10,6 +10,8 @@ from random import Random
 
 import msgspec
 
+from octavo.runner.fake import FAULTS
+
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One world. `usable` counts blocks without padding; `crowd`: most live requests; the rest are rates per step."""
@@ -119,7 +121,6 @@ class Traffic:
         self.families = [self._tokens(config.max_len) for _ in range(rng.choice((1, 2, 4)))]
         self.past: list[Spec] = []  # requests that others repeat or go on from
         self.next_id = 1
-        self.quiet = 0  # steps until the next fault may come: three failed steps in a row end an engine
 
     def events(self, live: list[int], finished: list[tuple[int, list[int]]]) -> list[Event]:
         """The events of the next step. live: ids of live requests; finished: whole texts, with their salts' specs."""
@@ -133,11 +134,8 @@ class Traffic:
         if live and rng.random() < config.aborts:
             child = None if rng.random() < 0.7 else rng.randrange(4)
             out.append(Abort(rng.choice(live), child))
-        self.quiet -= 1
-        if self.quiet < 0 and rng.random() < config.faults:
-            kinds = ("launch", "collect", "bad logits", "bad kv", "bad token")
-            out.append(Fault(rng.choice(kinds), rng.randrange(64)))
-            self.quiet = 6
+        if rng.random() < config.faults:
+            out.append(Fault(rng.choice(FAULTS), rng.randrange(64)))
         return out
 
     def _tokens(self, count: int) -> list[int]:

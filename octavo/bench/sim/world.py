@@ -76,6 +76,7 @@ class World:
         self.ended_preemptions = 0
         self.now = 0
         self.may_fail: set[int] = set()
+        self.next_fault = 0
         self.lost: int | None = None  # number of the step that was lost, until that is reported
         self.poisoned = False  # keys and values are not finite somewhere, and nobody has noticed
         self.deadlines: dict[int, int] = {}  # request -> step by which it must have ended
@@ -114,7 +115,10 @@ class World:
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Fault):
-            self.runner.inject(event.kind, event.victim)
+            steps = self.scheduler.stats.steps
+            if steps >= self.next_fault:  # three failed steps in a row end an engine, and rightly
+                self.runner.inject(event.kind, event.victim)
+                self.next_fault = steps + 4
         elif isinstance(event, Abort):
             children = [key for key in self.ledger.live if key[0] == event.id and event.child in (None, key[1])]
             for key in children:
