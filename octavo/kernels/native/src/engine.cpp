@@ -152,7 +152,7 @@ bool complete(const Layer& l, const Dims& d) {
     bool good = l.attn_norm && l.mlp_norm && fits(l.qkv, {q, kv, kv}, d.hidden) && fits(l.o, {d.hidden}, q) &&
                 (!d.post_norms || (l.post_attn_norm && l.post_mlp_norm));
     if (!experts) return good && fits(l.gate_up, {mlp}, d.hidden) && fits(l.down, {d.hidden}, mlp);
-    return good && l.dims.chosen > 0 && l.dims.chosen <= l.dims.experts && fits(l.router, {l.dims.experts}, d.hidden) &&
+    return good && !d.post_norms && l.dims.chosen > 0 && l.dims.chosen <= l.dims.experts && fits(l.router, {l.dims.experts}, d.hidden) &&
            fits(l.experts_gate_up, std::vector<int>(experts, mlp), d.hidden) &&
            fits(l.experts_down, std::vector<int>(experts, d.hidden), mlp);
 }

@@ -37,11 +37,10 @@ void Engine::experts(const Layer& l, int thread) {
     pool_.barrier();
     multiply(down_pieces_, to, slot_y_, hidden, Epilogue::Store, thread);
     mine(n, [&](size_t t) {
-        float* out = dims_.post_norms ? y_ + t * hidden : x_ + t * hidden;
-        if (dims_.post_norms) std::fill_n(out, hidden, 0.0f);
+        float* out = x_ + t * hidden;
         for (size_t c = t * static_cast<size_t>(chosen); c < (t + 1) * static_cast<size_t>(chosen); c++) {
             const float* y = slot_y_ + static_cast<size_t>(slot_[c]) * hidden;
-            float weight = dims_.post_norms ? weight_[c] : weight_[c] * dims_.residual_scale;
+            float weight = weight_[c] * dims_.residual_scale;
             for (size_t i = 0; i < hidden; i++) out[i] += weight * y[i];
         }
     });
