@@ -20,19 +20,20 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from octavo.config import EngineConfig, Facts, engine_config
 from octavo.engine.channel import ClientEnd
-from octavo.engine.client import ModelLimits, build_request
+from octavo.engine.client import ModelLimits, build_request, cut_prompt
 from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Ready, Refused, Start, Submit, Tokens, unpack
 from octavo.env import engine_environment
 from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, RequestError
 from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.records import REASONS, STOP, TokenBatch
-from octavo.text.outputs import RequestText
+from octavo.text.bad_words import bad_sequences
+from octavo.text.outputs import RequestText, SampledLogprobs
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import RequestOutput, SamplingParams
 from octavo.weights.fetch import ModelFiles, resolve_model
@@ -234,7 +235,6 @@ class AsyncLLM:
         prompt: str | None = None,
         salt: str = "",
         tenant: str = "",
-        priority: int = 0,
         signal: Signal | None = None,
     ) -> Stream:
         """Start one request; raises RequestError when it cannot be served, EngineError when the engine is gone.
@@ -244,8 +244,10 @@ class AsyncLLM:
         if self.failure is not None or self._channel is None:
             raise self.failure or EngineError("The engine is not running.", "Start it.")
         number = next(self._numbers)
-        request = build_request(number, ids, params, self.limits, salt)
-        request = msgspec.structs.replace(request, priority=priority, tenant=tenant)
+        ids = cut_prompt(ids, params, self.limits)
+        bad = bad_sequences(params.bad_words or (), self.tokenizer)
+        request = build_request(number, ids, params, self.limits, salt, bad)
+        request = msgspec.structs.replace(request, tenant=tenant)
         text = RequestText(str(number), prompt, ids, params, self.tokenizer)
         stream = Stream(number, text, signal or Signal())
         self._streams[number] = stream
@@ -337,6 +339,9 @@ class AsyncLLM:
         streams, stops = self._streams, {(e.request_id, e.child) for e in batch.ended if e.reason == STOP}
         touched: dict[Stream, int] = {}
         logprobs = batch.logprobs
+        for number, first, entries in batch.prompts:
+            if number in streams:
+                streams[number].text.push_prompt(first, cast(Sequence[SampledLogprobs], entries))
         rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
         for i, (number, child, token) in enumerate(rows):
             stream = streams.get(number)

@@ -7,6 +7,7 @@ re-checks it cheaply. Ids are numbers made here, never a client's string.
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy as np
 from octavo.engine.beam import BeamParams
 from octavo.errors import RequestError
 from octavo.scheduler.keys import chain_keys, root_key
-from octavo.types import EngineRequest, SamplingParams
+from octavo.types import MAX_BIAS, EngineRequest, SamplingParams
 
 MAX_SALT_CHARS = 64
 _U64 = (1 << 64) - 1
@@ -44,16 +45,23 @@ def prompt_array(ids: Sequence[int], limits: ModelLimits) -> np.ndarray:
             "Shorten it, or raise --max-model-len.",
             "prompt",
         )
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+    for kind in set(map(type, ids)):  # types first: a prompt of 100,000 tokens is not walked in Python
+        if kind is bool or not issubclass(kind, (int, np.integer)):
+            token = next(token for token in ids if type(token) is kind)
             raise RequestError(f"The prompt holds {token!r} among its token ids.", "Give integers.", "prompt")
-        if not 0 <= token < limits.vocab_size:
-            raise RequestError(
-                f"The prompt holds token id {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",
-                "Use ids of this model's tokenizer.",
-                "prompt",
-            )
-    return np.asarray(ids, np.int32)
+    try:
+        prompt = np.frombuffer(array("i", ids), np.int32)
+        fits = int(prompt.min()) >= 0 and int(prompt.max()) < limits.vocab_size
+    except OverflowError:
+        fits = False
+    if not fits:
+        token = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"The prompt holds token id {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",
+            "Use ids of this model's tokenizer.",
+            "prompt",
+        )
+    return prompt
 
 
 def build_beam_request(number: int, ids: Sequence[int], search: BeamParams, limits: ModelLimits) -> EngineRequest:
@@ -63,23 +71,43 @@ def build_beam_request(number: int, ids: Sequence[int], search: BeamParams, limi
     return msgspec.structs.replace(plain, beam=True, logprobs=min(search.candidates, limits.vocab_size))
 
 
+def cut_prompt(ids: Sequence[int], params: SamplingParams, limits: ModelLimits) -> Sequence[int]:
+    """The last ids of a prompt that `truncate_prompt_tokens` keeps. Raises RequestError."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep > limits.max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}, more than {limits.max_model_len} (max_model_len).",
+            f"Give 1 to {limits.max_model_len - 1}, or -1.",
+            "truncate_prompt_tokens",
+        )
+    return ids[-(limits.max_model_len - 1 if keep == -1 else keep) :]
+
+
 def build_request(
-    number: int, ids: Sequence[int], params: SamplingParams, limits: ModelLimits, salt: str = ""
+    number: int,
+    ids: Sequence[int],
+    params: SamplingParams,
+    limits: ModelLimits,
+    salt: str = "",
+    bad: tuple[tuple[int, ...], ...] = (),
 ) -> EngineRequest:
     """A request the engine will accept, under the engine's own `number`. `salt` keeps prefix caches apart.
 
-    Output is cut to what fits in `max_model_len`. Raises RequestError.
+    `bad`: the token sequences of `params.bad_words`. Output is cut to what fits in `max_model_len`. Raises
+    RequestError.
     """
     prompt = prompt_array(ids, limits)
     if len(salt) > MAX_SALT_CHARS or not salt.isprintable():
         raise RequestError("cache_salt is not a short printable string.", f"At most {MAX_SALT_CHARS}.", "cache_salt")
-    for token in params.stop_token_ids or ():
-        if token >= limits.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",
-                "Remove it.",
-                "stop_token_ids",
-            )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
+            if token >= limits.vocab_size:
+                raise RequestError(
+                    f"{name} holds {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}.", "Remove it.", name
+                )
+    biases = sorted((params.logit_bias or {}).items())
     room = limits.max_model_len - len(prompt)
     most = room if params.max_tokens is None else min(params.max_tokens, room)
     root = root_key(limits.block_size, salt)
@@ -100,5 +128,15 @@ def build_request(
         stop_ids=tuple(params.stop_token_ids or ()),
         min_tokens=min(params.min_tokens, most),
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias=(
+            tuple(token for token, _ in biases),
+            tuple(min(max(float(value), -MAX_BIAS), MAX_BIAS) for _, value in biases),
+        ),
+        allowed=tuple(dict.fromkeys(params.allowed_token_ids or ())),
+        bad=bad,
         priority=params.priority,
     )

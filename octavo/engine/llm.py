@@ -13,17 +13,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from octavo.config import engine_config
 from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
-from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
-from octavo.engine.client import build_beam_request, build_request
+from octavo.engine.build import Engine, OpenedModel, build_engine, open_model, with_ends
+from octavo.engine.client import build_beam_request, build_request, cut_prompt
 from octavo.errors import EngineError, ModelError, RequestError
 from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
-from octavo.text.outputs import RequestText
+from octavo.text.bad_words import bad_sequences
+from octavo.text.outputs import RequestText, SampledLogprobs
 from octavo.text.template import render_chat
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import BeamSearchOutput, BeamSearchParams, BeamSequence, RequestOutput, SamplingParams
@@ -47,8 +48,8 @@ class LLM:
             _log.warning("%s", notice)
         opened = open_model(config)
         self.tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
-        if self.tokenizer is not None and not opened.eos_ids:
-            opened = OpenedModel(opened.files, opened.spec, opened.needs, opened.checkpoint, self.tokenizer.eos_ids)
+        if self.tokenizer is not None:
+            opened = with_ends(opened, self.tokenizer.eos_ids)
         self.name = opened.files.name
         self._engine: Engine = build_engine(config, opened)
         self._numbers = itertools.count()
@@ -199,15 +200,19 @@ class LLM:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise RequestError when `generate` would refuse this prompt."""
-        build_request(0, self._prompt_ids(prompt)[1], params, self._engine.limits)
+        limits = self._engine.limits
+        ids = cut_prompt(self._prompt_ids(prompt)[1], params, limits)
+        build_request(0, ids, params, limits, bad=bad_sequences(params.bad_words or (), self.tokenizer))
 
     def _add(self, prompt: Prompt, params: SamplingParams, salt: str, where: str) -> int:
         number = next(self._numbers)
         try:
             text, ids = self._prompt_ids(prompt)
+            ids = cut_prompt(ids, params, self._engine.limits)
             if params.stop_strings and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer.", "Use stop_token_ids.", "stop")
-            self._engine.scheduler.submit(build_request(number, ids, params, self._engine.limits, salt))
+            bad = bad_sequences(params.bad_words or (), self.tokenizer)
+            self._engine.scheduler.submit(build_request(number, ids, params, self._engine.limits, salt, bad))
         except RequestError as error:
             raise RequestError(where + error.cause, error.fix, error.param) from None
         self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
@@ -266,6 +271,9 @@ class LLM:
     def _take_in(self, batch: TokenBatch, touched: set[int]) -> None:
         for group in self._beams.values():
             group.take_in(batch, self._engine.scheduler)
+        for number, first, entries in batch.prompts:
+            if number in self._texts:
+                self._texts[number].push_prompt(first, cast(Sequence[SampledLogprobs], entries))
         stops = {(end.request_id, end.child) for end in batch.ended if end.reason == STOP}
         rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
         for i, (number, child, token) in enumerate(rows):

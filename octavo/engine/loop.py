@@ -83,7 +83,7 @@ class EngineLoop:
                 error = caught
         if error is None:
             self._failures = 0
-            return self.scheduler.commit(step, result.tokens, result.bad, result.logprobs)
+            return self.scheduler.commit(step, result.tokens, result.bad, result.logprobs, result.prompts)
         self._failures += 1
         _log.error("Step %d failed: %s", step.number, error, exc_info=error)
         if self._failures >= FAILURES:

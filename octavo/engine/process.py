@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from octavo.engine.build import Engine, OpenedModel, build_engine, open_model
+from octavo.engine.build import Engine, build_engine, open_model, with_ends
 from octavo.engine.channel import EngineEnd
 from octavo.engine.inspect import kv_state
 from octavo.engine.wire import (
@@ -91,9 +91,7 @@ def _build(start: Start) -> Engine:
         from octavo.engine.fake import fake_engine
 
         return fake_engine(start.config, start.eos_ids)
-    model = open_model(start.config)
-    if not model.eos_ids:
-        model = OpenedModel(model.files, model.spec, model.needs, model.checkpoint, start.eos_ids)
+    model = with_ends(open_model(start.config), start.eos_ids)
     return build_engine(start.config, model)
 
 

@@ -43,7 +43,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Start(Message, tag="start", frozen=True):
-    """What to run. `eos_ids` are the tokenizer's, for a model that names none."""
+    """What to run. `eos_ids` are the tokenizer's, which end a generation like the model's own."""
 
     config: EngineConfig
     eos_ids: tuple[int, ...]
@@ -97,8 +97,9 @@ class Tokens(Message, tag="tokens", frozen=True):
     """A `TokenBatch` as columns; see `pack` and `unpack`.
 
     request: int64. child, token: int32. ended: int64 rows of request, child, reason, cached tokens, preemptions.
-    places: int32 positions that have log-probabilities; chosen, values: float64; ranks, counts, ids: int32, `counts`
-    of `ids` and `values` belong to each place.
+    places: int32 positions that have log-probabilities. prompts: int64 rows of request, first position, number of
+    prompt tokens reported on. chosen, values: float64; ranks, counts, ids: int32: one `chosen`, one rank and `counts`
+    of `ids` and `values` for each place, then for each prompt token.
     """
 
     request: bytes
@@ -111,6 +112,7 @@ class Tokens(Message, tag="tokens", frozen=True):
     counts: bytes = b""
     ids: bytes = b""
     values: bytes = b""
+    prompts: bytes = b""
 
 
 class Beat(Message, tag="beat", frozen=True):
@@ -181,13 +183,17 @@ def pack(batch: TokenBatch) -> Tokens:
         batch.token.astype("<i4", copy=False).tobytes(),
         ended.astype("<i8", copy=False).tobytes(),
     )
-    if not batch.logprobs:
-        return Tokens(*columns)
     places = list(batch.logprobs)
     found: list[Any] = [batch.logprobs[place] for place in places]
+    heads = np.array([(number, first, len(entries)) for number, first, entries in batch.prompts], np.int64)
+    for _, _, entries in batch.prompts:
+        found += entries
+    if not found:
+        return Tokens(*columns)
     return Tokens(
         *columns,
         places=np.array(places, "<i4").tobytes(),
+        prompts=heads.astype("<i8", copy=False).tobytes(),
         chosen=np.array([item.chosen for item in found], "<f8").tobytes(),
         ranks=np.array([item.rank for item in found], "<i4").tobytes(),
         counts=np.array([len(item.ids) for item in found], "<i4").tobytes(),
@@ -208,23 +214,37 @@ def unpack(message: Tokens) -> TokenBatch:
         raise WireError("The columns of a token batch differ in length.")
     ends = [Ended(*row) for row in ended.reshape(-1, _ENDED).tolist()]
     batch = TokenBatch(request, child, token, ends)
-    if message.places:
-        batch.logprobs = _unpack_logprobs(message, len(request))
+    if message.chosen:
+        _unpack_logprobs(message, batch)
     return batch
 
 
-def _unpack_logprobs(message: Tokens, tokens: int) -> dict[int, TokenLogprobs]:
+def _unpack_logprobs(message: Tokens, batch: TokenBatch) -> None:
+    """Adds the log-probabilities of tokens and of prompts to `batch`."""
     places, chosen = _column(message.places, "<i4").tolist(), _column(message.chosen, "<f8").tolist()
     ranks, counts = _column(message.ranks, "<i4").tolist(), _column(message.counts, "<i4").tolist()
-    ids, values = _column(message.ids, "<i4"), _column(message.values, "<f8")
-    sound = len(places) == len(chosen) == len(ranks) == len(counts) and len(ids) == len(values) == sum(counts)
-    if not sound or min(counts) < 0 or min(places) < 0 or max(places) >= tokens:
+    ids, values, heads = _column(message.ids, "<i4"), _column(message.values, "<f8"), _column(message.prompts, "<i8")
+    sound = len(chosen) == len(ranks) == len(counts) and len(heads) % 3 == 0
+    sound = sound and len(ids) == len(values) == sum(counts)
+    spans = heads.reshape(-1, 3).tolist() if sound else []
+    lengths = [count for _, _, count in spans]
+    if (
+        not sound
+        or len(chosen) != len(places) + sum(lengths)
+        or min(counts) < 0
+        or min(lengths, default=0) < 0
+        or not all(0 <= place < len(batch.token) for place in places)
+    ):
         raise WireError("The log-probabilities of a token batch do not fit it.")
-    found, at = {}, 0
-    for place, value, rank, count in zip(places, chosen, ranks, counts, strict=True):
-        found[place] = TokenLogprobs(value, rank, ids[at : at + count], values[at : at + count])
+    entries, at = [], 0
+    for value, rank, count in zip(chosen, ranks, counts, strict=True):
+        entries.append(TokenLogprobs(value, rank, ids[at : at + count], values[at : at + count]))
         at += count
-    return found
+    batch.logprobs = dict(zip(places, entries, strict=False))
+    at = len(places)
+    for number, first, count in spans:
+        batch.prompts.append((number, first, entries[at : at + count]))
+        at += count
 
 
 def _column(data: bytes, dtype: str) -> NDArray[Any]:

@@ -20,6 +20,8 @@ ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", "qwen3mo
 
 # Of layers with a window in Gemma, every so many-th has none; the 27B model scales its scores in its own way.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6}
+_CONTROL = 3
+_ENDS_OF_TURN = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>")
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
@@ -73,7 +75,11 @@ def _vocab_size(metadata: Mapping[str, Any], keys: Mapping[str, Any]) -> int:
 
 
 def _end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a generation. Files without an end of turn: the control token that is known to be one."""
     ends = [field(metadata, f"tokenizer.ggml.{kind}_token_id", int, None) for kind in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type", ())
+    if ends[1] is None and isinstance(tokens, list) and len(types) == len(tokens):
+        ends += [index for index, kind in enumerate(types) if kind == _CONTROL and tokens[index] in _ENDS_OF_TURN]
     return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 

@@ -30,12 +30,13 @@ class StepResult:
     """What one step sampled: one token for each row flagged SAMPLE, in row order.
 
     bad: True where the logits were not finite (None when all were). logprobs: sample -> TokenLogprobs for rows that
-    asked.
+    asked. prompts: row of the step -> position of the first prompt token reported on, and one TokenLogprobs a token.
     """
 
     tokens: NDArray[np.int32]
     bad: NDArray[np.bool_] | None = None
     logprobs: dict[int, TokenLogprobs] | None = None
+    prompts: dict[int, tuple[int, list[TokenLogprobs]]] | None = None
 
 
 class StepError(RuntimeError):

@@ -24,7 +24,8 @@ from octavo.model.rotary import inverse_frequencies
 from octavo.model.spec import ModelSpec, RopeSpec
 from octavo.quantization import ggml
 from octavo.runner.base import StepResult, TokenLogprobs
-from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, X_BAN_UNTIL, PlanView
+from octavo.runner.edits import Edits, PromptChunk, note_edits, prompt_chunks
+from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, PlanView
 from octavo.weights.checkpoint import Array, Checkpoint, is_block_type, to_float32
 from octavo.weights.load import Loaded, load
 from octavo.weights.needs import Source, TensorNeed
@@ -72,7 +73,7 @@ class NativeRunner:
         self.tables_SM = np.zeros((rows + 1, -(-max_len // block_size)), np.int32)
         self.params_SP = np.zeros((rows + 1, PARAM_WORDS), np.int32)
         self.last_token_S = np.zeros(rows + 1, np.int32)
-        self.banned: dict[int, tuple[int, NDArray[np.int32]]] = {}  # row -> (position until which, ids)
+        self.edits: dict[int, Edits] = {}  # row -> changes to its logits
 
     def launch(self, words: NDArray[np.int32]) -> StepResult:
         """Run one plan; see `octavo.runner.base.Runner`."""
@@ -90,9 +91,12 @@ class NativeRunner:
             own_R = view.device_rows[: view.decode_rows]
             ids_T = np.concatenate((self.last_token_S[own_R], view.tokens)) if len(own_R) else view.tokens
             step = (ids_T, view.device_rows, view.start, view.length, picked_N, self.tables_SM)
-            if (view.flags[picked_N] & RARE).any():
+            chunks = prompt_chunks(view) if len(view.extras) else []
+            if chunks:
+                self._with_prompts(view, ids_T, picked_N, chunks, result, bad_N)
+            elif (view.flags[picked_N] & RARE).any():
                 self.engine.forward(*step)
-                self._sample_rare(view, picked_N, result, bad_N)
+                self._sample_rare(view, picked_N, np.arange(len(picked_N)), result, bad_N)
             else:
                 self.engine.step(*step, self.params_SP, tokens_N, bad_N)
             self.last_token_S[view.device_rows[picked_N]] = tokens_N
@@ -112,41 +116,86 @@ class NativeRunner:
         if len(view.params):
             rows = view.params[:, P_ROW]
             self.params_SP[rows] = view.params
-            for row in rows.tolist():
-                self.banned.pop(row, None)
-            for row, kind, payload in view.extra_items():
-                if kind == X_BAN_UNTIL:
-                    self.banned[row] = (int(payload[0]), payload[1:].copy())
+            note_edits(self.edits, view)
         if len(view.table):
             self.tables_SM[view.table[:, 0], view.table[:, 1]] = view.table[:, 2]
 
-    def _sample_rare(
-        self, view: PlanView, picked_N: NDArray[np.int32], result: StepResult, bad_N: NDArray[np.uint8]
+    def _with_prompts(
+        self,
+        view: PlanView,
+        ids_T: Array,
+        picked_N: NDArray[np.int32],
+        chunks: list[PromptChunk],
+        result: StepResult,
+        bad_N: NDArray[np.uint8],
     ) -> None:
-        """Sample with some rows that need more than their parameter words: a few rows of logits at a time."""
+        """A step that reports on prompt tokens: their chunks go in as rows of one token, each with its own logits."""
+        split = np.zeros(view.rows, np.bool_)
+        split[[chunk.row for chunk in chunks]] = True
+        pieces = np.where(split, view.length, 1)
+        first_R = (np.cumsum(pieces) - pieces).astype(np.int32)
+        within = np.arange(int(pieces.sum()), dtype=np.int32) - np.repeat(first_R, pieces)
+        start = np.repeat(view.start, pieces) + within
+        length = np.repeat(np.where(split, 1, view.length), pieces).astype(np.int32)
+        last_N = (first_R + pieces - 1)[picked_N].astype(np.int32)
+        told = [np.arange(len(chunk.targets), dtype=np.int32) + first_R[chunk.row] for chunk in chunks]
+        kept = np.sort(np.concatenate([last_N, *told]))
+        self.engine.forward(ids_T, np.repeat(view.device_rows, pieces), start, length, kept, self.tables_SM)
+        result.prompts = {}
+        for chunk, rows in zip(chunks, told, strict=True):
+            entries: list[TokenLogprobs] = []
+            for at in range(0, len(rows), _HEAD_ROWS):
+                logits_NV, _ = self._logits(np.searchsorted(kept, rows[at : at + _HEAD_ROWS]))
+                for logits_V, token in zip(logits_NV, chunk.targets[at : at + _HEAD_ROWS].tolist(), strict=True):
+                    entries.append(self._token_logprobs(logits_V, token, chunk.best))
+            result.prompts[chunk.row] = chunk.first, entries
+        self._sample_rare(view, picked_N, np.searchsorted(kept, last_N), result, bad_N)
+
+    def _logits(self, places_N: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """Logits of some of the rows that the forward pass kept, and which are not finite."""
+        logits_NV = np.empty((len(places_N), self.engine.padded_vocab), np.float32)
+        bad_N = np.zeros(len(places_N), np.uint8)
+        for run in np.split(np.arange(len(places_N)), np.flatnonzero(np.diff(places_N) != 1) + 1):
+            part = slice(int(run[0]), int(run[-1]) + 1)
+            self.engine.head(int(places_N[part.start]), logits_NV[part], bad_N[part])
+        return logits_NV, bad_N
+
+    def _sample_rare(
+        self,
+        view: PlanView,
+        picked_N: NDArray[np.int32],
+        places_N: NDArray[np.int64],
+        result: StepResult,
+        bad_N: NDArray[np.uint8],
+    ) -> None:
+        """Sample with some rows that need more than their parameter words: a few rows of logits at a time.
+
+        `places_N`: where each sample is among the rows that the forward pass kept.
+        """
         rows_N = view.device_rows[picked_N]
         position_N = view.start[picked_N] + view.length[picked_N]
         result.logprobs = {}
         for at in range(0, len(picked_N), _HEAD_ROWS):
             part = slice(at, min(at + _HEAD_ROWS, len(picked_N)))
-            logits_NV = np.empty((part.stop - at, self.engine.padded_vocab), np.float32)
-            self.engine.head(at, logits_NV, bad_N[part])
+            logits_NV, bad_N[part] = self._logits(places_N[part])
             rare = [i for i in range(at, part.stop) if view.flags[picked_N[i]] & RARE]
-            raw_V = {i: self._ban(logits_NV[i - at], int(rows_N[i]), int(position_N[i])) for i in rare}
+            raw_V = {i: self._edit(logits_NV[i - at], int(rows_N[i]), int(position_N[i])) for i in rare}
             params_NP = self.params_SP[rows_N[part]]
             self.engine.sample(logits_NV, params_NP, position_N[part], result.tokens[part])
             for i in rare:
+                if edits := self.edits.get(int(rows_N[i])):
+                    edits.took(int(result.tokens[i]))
                 count = int(self.params_SP[rows_N[i], P_LOGPROBS])
                 if count >= 0:
                     result.logprobs[i] = self._token_logprobs(raw_V[i], int(result.tokens[i]), count)
 
-    def _ban(self, logits_V: NDArray[np.float32], row: int, position: int) -> NDArray[np.float32]:
-        """Keep a row below its `min_tokens` from choosing an end token; returns the logits as they were."""
-        until, ids = self.banned.get(row, (0, None))
-        if ids is None or position >= until:
+    def _edit(self, logits_V: NDArray[np.float32], row: int, position: int) -> NDArray[np.float32]:
+        """Change a row's logits as its request wants; returns them as they were."""
+        edits = self.edits.get(row)
+        if edits is None:
             return logits_V
         raw_V = logits_V.copy()
-        logits_V[ids] = -np.inf
+        edits.apply(logits_V, position, lambda array: array)
         return raw_V
 
     def _token_logprobs(self, logits_V: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.runner.edits import Edits, note_edits
 from octavo.runner.sampler import SamplingRows
 from octavo.scheduler.plan import (
     P_CHILD,
@@ -25,16 +26,15 @@ from octavo.scheduler.plan import (
     P_TEMPERATURE,
     P_TOP_K,
     P_TOP_P,
-    X_BAN_UNTIL,
     PlanView,
 )
 
 
 class HostRows:
-    """What the host must know of `rows` device rows to choose a code path, and the ids that they may not sample.
+    """What the host must know of `rows` device rows to choose a code path, and what they want of their logits.
 
     random: samples at a temperature. filters: uses top-k, top-p or min-p. logprobs: how many are asked for, -1 none.
-    banned: row -> (position until which, ids on the device).
+    edits: row -> changes to its logits.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class HostRows:
         self.random = np.zeros(rows, np.bool_)
         self.filters = np.zeros(rows, np.bool_)
         self.logprobs = np.full(rows, -1, np.int32)
-        self.banned: dict[int, tuple[int, Tensor]] = {}
+        self.edits: dict[int, Edits] = {}
 
     def note(self, view: PlanView) -> None:
         """Take in the parameter blocks and extras of a plan."""
@@ -54,15 +54,15 @@ class HostRows:
         self.random[rows] = temperature > 0
         self.filters[rows] = (top_p < 1) | (min_p > 0) | (params[:, P_TOP_K] > 0)
         self.logprobs[rows] = params[:, P_LOGPROBS]
-        for row in rows.tolist():
-            self.banned.pop(row, None)
-        for row, kind, payload in view.extra_items():
-            if kind == X_BAN_UNTIL:
-                self.banned[row] = (int(payload[0]), self.put(payload[1:]))
+        note_edits(self.edits, view)
 
     def put(self, words: np.ndarray) -> Tensor:
         """Words as an int64 tensor on the device."""
         return torch.from_numpy(words.astype(np.int64)).to(self.device)
+
+    def put_as_is(self, array: np.ndarray) -> Tensor:
+        """An array as a tensor of its own type on the device."""
+        return torch.from_numpy(array).to(self.device)
 
 
 class Rows(Protocol):

@@ -94,6 +94,18 @@ def draw(logits_NV: Tensor, rows: SamplingRows, *, filters: bool) -> Tensor:
     return (scaled_NV + gumbel_noise(words_NV)).argmax(-1)
 
 
+def all_logprobs(logits_NV: Tensor, tokens_N: Tensor, count: int) -> list[TokenLogprobs]:
+    """`token_logprobs` of several positions, with as many operations as for one."""
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    chosen_N1 = logprobs_NV.gather(1, tokens_N[:, None])
+    rank_N = (logprobs_NV > chosen_N1).sum(-1) + 1
+    best = logprobs_NV.topk(count)
+    ids = best.indices.cpu().numpy().astype(np.int32)
+    values = best.values.cpu().numpy().astype(np.float32)
+    heads = zip(chosen_N1[:, 0].tolist(), rank_N.tolist(), strict=True)
+    return [TokenLogprobs(chosen, rank, ids[i], values[i]) for i, (chosen, rank) in enumerate(heads)]
+
+
 def token_logprobs(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probabilities of the unmodified logits: the chosen token, its rank, and the best `count`."""
     logprobs_V = torch.log_softmax(logits_V.float() if logits_V.dtype != torch.float64 else logits_V, dim=-1)

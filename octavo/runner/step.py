@@ -5,15 +5,21 @@ Shape letters: R rows of the step, T its tokens, N rows that sample, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.attention.base import HostLengths, StepBatch
 from octavo.runner.base import StepResult, TokenLogprobs
+from octavo.runner.edits import prompt_chunks
 from octavo.runner.rows import DeviceRows, Rows
-from octavo.runner.sampler import draw, token_logprobs
+from octavo.runner.sampler import all_logprobs, draw, token_logprobs
 from octavo.scheduler.plan import RARE, SAMPLE, PlanView
+
+HEAD_TOKENS = 64
+"""prompt tokens whose logits are held at a time"""
 
 
 def step_batch(view: PlanView, rows: DeviceRows, block_size: int) -> StepBatch:
@@ -58,8 +64,11 @@ def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: Rows) ->
     position = view.start[picked] + view.length[picked]
     raw_NV = logits_NV
     rare = np.flatnonzero(view.flags[picked] & RARE).tolist()
-    if rare:
-        logits_NV = _ban(logits_NV, rare, device_rows, position, rows)
+    edited = [i for i in rare if int(device_rows[i]) in rows.host.edits]
+    if edited:
+        logits_NV = logits_NV.clone()
+        for i in edited:
+            rows.host.edits[int(device_rows[i])].apply(logits_NV[i], int(position[i]), rows.host.put_as_is)
     best_N, tokens_N = logits_NV.max(dim=-1)
     random = np.flatnonzero(rows.host.random[device_rows])
     if len(random):
@@ -71,20 +80,11 @@ def sample(logits_NV: Tensor, view: PlanView, picked: np.ndarray, rows: Rows) ->
     rows.last_token_S[torch.from_numpy(device_rows.astype(np.int64)).to(rows.device)] = tokens_N
     finite = torch.isfinite(best_N).cpu().numpy()
     result = StepResult(np.empty(0, np.int32), None if finite.all() else ~finite)
+    for i in edited:
+        rows.host.edits[int(device_rows[i])].took(int(tokens_N[i]))
     if rare:
         result.logprobs = _logprobs(raw_NV, rare, device_rows, tokens_N, rows)
     return tokens_N, result
-
-
-def _ban(logits_NV: Tensor, rare: list[int], device_rows: np.ndarray, position: np.ndarray, rows: Rows) -> Tensor:
-    """Logits in which rows below their `min_tokens` cannot choose an end token."""
-    out_NV = None
-    for i in rare:
-        until, ids = rows.host.banned.get(int(device_rows[i]), (0, None))
-        if ids is not None and position[i] < until:
-            out_NV = logits_NV.clone() if out_NV is None else out_NV
-            out_NV[i, ids] = -torch.inf
-    return logits_NV if out_NV is None else out_NV
 
 
 def _logprobs(
@@ -96,3 +96,26 @@ def _logprobs(
         if count >= 0:
             out[i] = token_logprobs(logits_NV[i], int(tokens_N[i]), count)
     return out
+
+
+def prompt_logprobs(
+    view: PlanView, hidden_TI: Tensor, logits: Callable[[Tensor], Tensor]
+) -> dict[int, tuple[int, list[TokenLogprobs]]] | None:
+    """Log-probabilities of prompt tokens for the chunks that want them (see `StepResult.prompts`).
+
+    The head runs over a few tokens at a time: their logits are never all there at once.
+    """
+    chunks = prompt_chunks(view)
+    if not chunks:
+        return None
+    first_R = np.cumsum(view.length) - view.length
+    found = {}
+    for chunk in chunks:
+        target_T = torch.from_numpy(chunk.targets).to(hidden_TI.device)
+        entries: list[TokenLogprobs] = []
+        for at in range(0, len(chunk.targets), HEAD_TOKENS):
+            count = min(HEAD_TOKENS, len(chunk.targets) - at)
+            first = int(first_R[chunk.row]) + at
+            entries += all_logprobs(logits(hidden_TI[first : first + count]), target_T[at : at + count], chunk.best)
+        found[chunk.row] = chunk.first, entries
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.model.decoder import Decoder
 from octavo.runner.base import StepResult
 from octavo.runner.rows import DeviceRows
-from octavo.runner.step import sample, sampled_rows, step_batch
+from octavo.runner.step import prompt_logprobs, sample, sampled_rows, step_batch
 from octavo.scheduler.plan import PlanView
 
 
@@ -55,12 +55,14 @@ class TorchRunner:
             return Ticket(None, StepResult(np.empty(0, np.int32)))
         batch = step_batch(view, self.rows, self.block_size)
         hidden_TI = self.decoder.forward(batch, self.pool)
+        prompts = prompt_logprobs(view, hidden_TI, self.decoder.logits) if len(view.extras) else None
         picked = sampled_rows(view)
         if not len(picked):
-            return Ticket(None, StepResult(np.empty(0, np.int32)))
+            return Ticket(None, StepResult(np.empty(0, np.int32), prompts=prompts))
         last_N = batch.starts_R1[1:][torch.from_numpy(picked).to(self.rows.device)].to(torch.int64) - 1
         logits_NV = self.decoder.logits(hidden_TI[last_N])
         tokens_N, result = sample(logits_NV, view, picked, self.rows)
+        result.prompts = prompts
         if result.bad is not None:
             self._clean(view.device_rows[picked[result.bad]])
         return Ticket(tokens_N, result)

@@ -8,7 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.scheduler.plan import P_CHILD, P_LENGTH, P_ROW, X_BAN_UNTIL
+from octavo.scheduler.plan import (
+    P_CHILD,
+    P_LENGTH,
+    P_ROW,
+    X_ALLOWED,
+    X_BAD_WORDS,
+    X_BAN_UNTIL,
+    X_BIAS,
+    X_PENALTIES,
+    X_PROMPT_LOGPROBS,
+    float_bits,
+)
 from octavo.scheduler.slots import HAS_STOP_IDS, IS_BEAM, IS_RARE
 from octavo.types import EngineRequest
 
@@ -21,11 +32,27 @@ _PARAMS = struct.Struct("<4i3f2I7i")  # PARAM_WORDS words in the order of P_ROW,
 def row_flags(request: EngineRequest, stop_ids: frozenset[int]) -> int:
     """The flags of a new row (see `octavo.scheduler.slots`)."""
     flags = HAS_STOP_IDS if stop_ids else 0
-    if request.logprobs >= 0 or request.min_tokens > 0:
+    if request.logprobs >= 0 or request.min_tokens > 0 or has_edits(request):
         flags |= IS_RARE
     if request.beam:
         flags |= IS_BEAM
     return flags
+
+
+def has_edits(request: EngineRequest) -> bool:
+    """Whether the request changes its logits (other than by `min_tokens`)."""
+    return bool(request.bias[0] or request.allowed or request.bad) or has_penalties(request)
+
+
+def has_penalties(request: EngineRequest) -> bool:
+    """Whether the request penalises tokens that there were."""
+    penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
+
+
+def edited_ids(request: EngineRequest) -> list[int]:
+    """All token ids that the request's edits name."""
+    return [*request.bias[0], *request.allowed, *(token for word in request.bad for token in word)]
 
 
 def parameter_block(request: EngineRequest) -> I32:
@@ -51,15 +78,52 @@ def set_up_block(params: I32, device_row: int, length: int, child: int) -> I32:
     return words
 
 
-def rare_words(request: EngineRequest, device_row: int) -> list[int]:
-    """EXTRAS of a request: the ids that may not be sampled before `min_tokens`."""
-    if request.min_tokens <= 0:
+def rare_words(request: EngineRequest, device_row: int, known: I32) -> list[int]:
+    """EXTRAS of a row that is set up with the `known` tokens; kinds and payloads in `octavo.scheduler.plan`."""
+    words: list[int] = []
+    for kind, payload in (
+        (X_ALLOWED, list(request.allowed)),
+        (X_BAD_WORDS, _bad_words(request, known)),
+        (X_BAN_UNTIL, _ban_until(request)),
+        (X_BIAS, [*request.bias[0], *map(float_bits, request.bias[1])]),
+        (X_PENALTIES, _penalties(request, known)),
+    ):
+        if payload:
+            words += (device_row, kind, len(payload), *payload)
+    return words
+
+
+def prompt_words(request: EngineRequest, device_row: int, known: I32, start: int, end: int) -> list[int]:
+    """EXTRAS of a chunk from `start` to `end` whose request wants log-probabilities of its prompt."""
+    prompt = len(request.prompt) // 4
+    count = min(end, prompt - 1) - start
+    if count <= 0:
         return []
+    after = int(known[end]) if end < prompt else -1
+    return [device_row, X_PROMPT_LOGPROBS, 3, request.prompt_logprobs, count, after]
+
+
+def _ban_until(request: EngineRequest) -> list[int]:
+    """The ids that may not be sampled before `min_tokens`."""
     ids = sorted(set(request.eos) | set(request.stop_ids))
-    if not ids:
+    if request.min_tokens <= 0 or not ids:
         return []
-    until = min(len(request.prompt) // 4 + request.min_tokens, request.limit)
-    payload = [until, *ids]
-    return [device_row, X_BAN_UNTIL, len(payload), *payload]
+    return [min(len(request.prompt) // 4 + request.min_tokens, request.limit), *ids]
 
 
+def _bad_words(request: EngineRequest, known: I32) -> list[int]:
+    if not request.bad:
+        return []
+    longest = max(map(len, request.bad)) - 1
+    tail = known[len(known) - min(longest, len(known)) :].tolist()
+    return [len(tail), *tail, *(word for sequence in request.bad for word in (len(sequence), *sequence))]
+
+
+def _penalties(request: EngineRequest, known: I32) -> list[int]:
+    if not has_penalties(request):
+        return []
+    prompt = len(request.prompt) // 4
+    # Only the repetition penalty looks at the prompt.
+    seen: list[int] = np.unique(known[:prompt]).tolist() if request.repetition_penalty != 1.0 else []
+    factors = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
+    return [*map(float_bits, factors), len(seen), *seen, *known[prompt:].tolist()]

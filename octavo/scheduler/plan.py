@@ -53,7 +53,20 @@ P_ROW, P_LENGTH, P_LAST, P_TOP_K, P_TEMPERATURE, P_TOP_P, P_MIN_P = range(7)
 P_SEED_LOW, P_SEED_HIGH, P_CHILD, P_LOGPROBS, P_PROMPT, P_ADAPTER = range(7, 13)
 
 # Kinds of EXTRAS.
+# What a row wants of its logits comes with its parameter block and holds until the row is set up again.
 X_BAN_UNTIL = 1  # payload: position before which the ids that follow may not be sampled, then the ids
+X_BIAS = 2  # ids, then as many float32 values to add to their logits
+X_ALLOWED = 3  # the only ids that may be sampled
+X_BAD_WORDS = 4  # number of known last ids, these, then (number of ids, ids) of each sequence that may not come up
+X_PENALTIES = 5  # float32 repetition, presence, frequency; number of different prompt ids, these; the output ids
+# For a chunk of prompt in the same plan: number of best ids to report, tokens of the chunk to report on (each on the
+# token after it), id of the token after the chunk or -1.
+X_PROMPT_LOGPROBS = 6
+
+
+def table_capacity(rows: int, columns: int) -> int:
+    """Most block-table writes of one plan: one for each row, the longest table, and many of shared prompts."""
+    return rows + columns + 16384
 
 
 def float_bits(value: float) -> int:

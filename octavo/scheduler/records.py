@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.scheduler.plan import table_capacity
+
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
@@ -49,8 +51,8 @@ class Limits:
 
     @property
     def table_capacity(self) -> int:
-        """Most block-table writes of one plan: one for each row, and the table of the longest sequence."""
-        return self.max_num_seqs + self.max_blocks_per_seq
+        """Most block-table writes of one plan."""
+        return table_capacity(self.max_num_seqs, self.max_blocks_per_seq)
 
 
 @dataclass(slots=True)

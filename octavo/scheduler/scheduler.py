@@ -38,6 +38,9 @@ from octavo.scheduler.slots import DEAD, EMPTY, HAS_STOP_IDS
 from octavo.scheduler.state import SchedulerState
 from octavo.types import EngineRequest
 
+TokenEntries = Items[object]
+"""log-probabilities of successive tokens, as the runner makes them"""
+
 
 class Scheduler:
     """See the module's contract. Not thread-safe."""
@@ -81,14 +84,21 @@ class Scheduler:
         tokens: I32,
         bad: NDArray[np.bool_] | None = None,
         logprobs: Mapping[int, object] | None = None,
+        prompts: Mapping[int, tuple[int, TokenEntries]] | None = None,
     ) -> TokenBatch:
         """Take in the tokens of the oldest step in flight, one for each of its `samples`.
 
         `bad` marks samples whose logits were not finite: their requests end with an error, as do those whose token
         is outside the vocabulary. `logprobs` maps a sample to what the runner returned for it. Tokens of sequences
-        that ended meanwhile are dropped.
+        that ended meanwhile are dropped. `prompts` maps a row of the step to what the runner returned for its chunk
+        of prompt: the position of the first token reported on, and the reports.
         """
         slots, rows, picked = self.state.slots, step.rows, step.samples
+        told = [
+            (int(slots.request_id[rows[i]]), first, entries)
+            for i, (first, entries) in (prompts or {}).items()
+            if slots.state[rows[i]] != DEAD
+        ]
         self._landed(step)
         invariant(len(tokens) == len(picked), f"{len(tokens)} tokens came back for {len(picked)} samples")
         sampled, at = rows[picked], step.end[picked]
@@ -104,6 +114,7 @@ class Scheduler:
             stopped[i] |= int(tokens[i]) in slots.sequence(int(sampled[i])).stop_ids
         done = stopped | (good & (at + 1 >= slots.limit[sampled]))
         batch = self._batch(sampled, tokens, good, logprobs)
+        batch.prompts = told
         for i in done.nonzero()[0].tolist():
             self.state.end(int(sampled[i]), STOP if stopped[i] else LENGTH)
         self.state.settle(rows)

@@ -25,6 +25,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
+_BYTE_CHARS = {byte: char for char, byte in BYTE_ALPHABET.items()}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,20 @@ class PieceRule:
         for old, new in self.replace:
             token = token.replace(old, new)
         return (self.word_separator + token).encode()
+
+
+    def strings(self, data: bytes) -> list[str]:
+        """Token strings that may stand for `data`; `to_bytes` tells whether they do."""
+        if self.byte_level:
+            return ["".join([_BYTE_CHARS[byte] for byte in data])]
+        found = [f"<0x{data[0]:02X}>"] if self.byte_fallback and len(data) == 1 else []
+        separator = self.word_separator.encode()
+        if data.startswith(separator):
+            text = data[len(separator) :].decode("utf-8", "replace")
+            for old, new in reversed(self.replace):
+                text = text.replace(new, old) if new else text
+            found.append(text)
+        return found
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule:

@@ -168,6 +168,11 @@ class Tokenizer:
                 self._bytes[index] = found
         return found
 
+    def ids_of_bytes(self, data: bytes) -> list[int]:
+        """The tokens that stand for exactly these bytes."""
+        ids = [self._backend.token_to_id(string) for string in self._rule.strings(data)]
+        return [i for i in ids if i is not None and i not in self.special_ids and self.token_bytes(i) == data]
+
     def id_to_token(self, index: int) -> str:
         """The vocabulary's string for one id; "" for an id beyond the vocabulary."""
         try:

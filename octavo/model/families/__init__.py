@@ -7,10 +7,12 @@ The registry is closed: an architecture that is not in it is refused, and nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from octavo.errors import ModelError
 from octavo.model.families import gemma, llama, mistral, phi3, qwen2, qwen3
+from octavo.model.families.common import token_ids
 from octavo.model.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
@@ -27,8 +29,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of the architecture that config.json names. Raises ModelError."""
+def spec_from_config(config: Mapping[str, Any], ends: Any = None) -> ModelSpec:
+    """The spec of the architecture that config.json names. Raises ModelError.
+
+    `ends`: the `eos_token_id` of generation_config.json, one id or a list; they come after those of config.json.
+    """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json names no architecture ({names!r}).", "Is this a model folder?")
@@ -37,4 +42,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"The architecture {names[0]!r} is not supported.", f"Supported: {', '.join(sorted(FAMILIES))}."
         )
-    return family(config)
+    spec = family(config)
+    further = token_ids({"eos_token_id": ends, "vocab_size": spec.vocab_size}, "eos_token_id")
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *further))))
