@@ -13,7 +13,7 @@ import msgspec
 from octavo.metrics.registry import Counter, Gauge, Histogram, Metric, escape, render
 from octavo.metrics.ring import Ring
 
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "repetition", "abort", "error")
 REFUSALS = ("queue_full", "draining", "not_ready", "other")
 STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other")
 

@@ -158,6 +158,8 @@ class Control:
             "owned_by": "octavo",
             "root": service.names[0],
             "max_model_len": facts.max_model_len if facts is not None else None,
+            "scheduling_policy": service.llm.config.scheduler.scheduling_policy,
+            "priority_order": service.llm.config.scheduler.priority_order,
         }
 
     async def tokenize(self, request: Request) -> Response:

@@ -43,6 +43,7 @@ class Job:
         self.route = route
         self.params = params
         self.streams: list[Stream] = []
+        self.only_prompt = False  # the prompt is to be scored: the one token that was generated is nobody's
         self.failure: Problem | ClientGone | None = None
         self.on_close: Callable[[Job], None] | None = None
         self._llm = llm
@@ -83,11 +84,9 @@ class Job:
         if seconds:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._too_late, seconds)
 
-    def submit(self, ids: Sequence[int], prompt: str | None, salt: str, tenant: str, priority: int) -> None:
+    def submit(self, ids: Sequence[int], prompt: str | None, salt: str, tenant: str) -> None:
         """Send one prompt to the engine. Raises RequestError, EngineError."""
-        stream = self._llm.submit(
-            ids, self.params, prompt=prompt, salt=salt, tenant=tenant, priority=priority, signal=self._signal
-        )
+        stream = self._llm.submit(ids, self.params, prompt=prompt, salt=salt, tenant=tenant, signal=self._signal)
         self.streams.append(stream)
 
     async def changed(self) -> None:
@@ -107,6 +106,15 @@ class Job:
             for choice in stream.text.output.outputs:
                 if choice.finish_reason == "error":
                     raise Problem(500, "The model's numbers were not finite; this request failed, others go on.")
+
+    def strip(self) -> None:
+        """Take the token of `only_prompt` out of the results."""
+        if self.only_prompt:
+            for _, _, choice in self.choices:
+                choice.text, choice.finish_reason, choice.stop_reason = "", "length", None
+                choice.token_ids.clear()
+                if choice.logprobs is not None:
+                    choice.logprobs.clear()
 
     def fail(self, failure: Problem | ClientGone) -> None:
         """End the job from outside."""

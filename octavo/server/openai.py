@@ -7,7 +7,7 @@ goes wrong in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -22,12 +22,13 @@ from octavo.server.job import ClientGone, Job
 from octavo.server.problem import Problem, json_response
 from octavo.server.protocol import ChatBody, CompletionBody, Sampling
 from octavo.server.service import Service
-from octavo.server.shape import ChatShape, Pieces, Shape, TextShape
+from octavo.server.shape import ChatShape, Pieces, Shape, TextShape, prompt_logprobs
 from octavo.server.stream import EventStream, Writer, whole
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
 
 Prepared = tuple[str | None, list[int]]
+Extra = Callable[[], dict[str, Any]]  # further fields of a whole answer, once it is there
 
 
 class Generation:
@@ -44,25 +45,33 @@ class Generation:
         protocol.check_stream(body)
         prompts = protocol.prompts_of(body.prompt)
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = protocol.sampling_params(body, most, body.logprobs)
-        if body.echo and body.logprobs is not None:
-            raise Problem(400, "echo with logprobs is not supported. Leave one of them out.", param="echo")
+        only_prompt = most == 0 and bool(body.echo) and not body.stream
+        scored, reported = bool(body.echo) and body.logprobs is not None, body.prompt_logprobs is not None
+        if scored and not reported:
+            body.prompt_logprobs = body.logprobs
+        params = protocol.sampling_params(body, 1 if only_prompt else most, body.logprobs)
         job = self._open(request, "completions", body, params, len(prompts))
+        job.only_prompt = only_prompt
         try:
             special = body.add_special_tokens is not False
-            prepared = [await self._prompt(prompt, special) for prompt in prompts]
-            self._submit(request, job, body, prepared)
+            self._submit(request, job, body, [await self._prompt(prompt, special) for prompt in prompts])
+            outputs = [stream.text.output for stream in job.streams]
             shape = TextShape(
                 self._pieces(body),
                 body.logprobs,
-                self._echoes(body, prepared),
+                self._echoes(body, job),
                 params.n,
                 bool(body.return_token_ids),
+                outputs if scored else None,
+                outputs if reported else None,
             )
         except BaseException:
             job.close()
             raise
-        extra = {"prompt_token_ids": [ids for _, ids in prepared]} if body.return_token_ids else {}
+
+        def extra() -> dict[str, Any]:
+            return {"prompt_token_ids": [o.prompt_token_ids for o in outputs]} if body.return_token_ids else {}
+
         return await self._answer(job, shape, body, model, body.logprobs is None, extra)
 
     async def chat(self, request: Request) -> Response:
@@ -84,7 +93,12 @@ class Generation:
         except BaseException:
             job.close()
             raise
-        extra = {"prompt_token_ids": job.streams[0].text.output.prompt_token_ids} if body.return_token_ids else {}
+        output = job.streams[0].text.output
+
+        def extra() -> dict[str, Any]:
+            made: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+            return made if body.prompt_logprobs is None else made | {"prompt_logprobs": prompt_logprobs(output)}
+
         return await self._answer(job, shape, body, model, alternatives is None, extra)
 
     async def generate(self, request: Request) -> Response:
@@ -132,29 +146,16 @@ class Generation:
         if tenant or body.cache_salt:
             check_salt(body.cache_salt)
             salt = sha256(f"{tenant}:{body.cache_salt or ''}".encode()).hexdigest()
-        priority = protocol.priority_of(body)
         for text, ids in prepared:
-            job.submit(self._cut(ids, body.truncate_prompt_tokens), text, salt, tenant, priority)
+            job.submit(ids, text, salt, tenant)
 
-    def _cut(self, ids: list[int], keep: int | None) -> list[int]:
-        if keep is None:
-            return ids
-        limit = self._service.llm.limits.max_model_len
-        if keep == -1:
-            keep = limit - 1
-        if not 1 <= keep <= limit:
-            raise Problem(
-                400,
-                f"truncate_prompt_tokens is {keep}. Give 1 to {limit} (max_model_len), or -1.",
-                param="truncate_prompt_tokens",
-            )
-        return ids[-keep:]
-
-    def _echoes(self, body: CompletionBody, prepared: Sequence[Prepared]) -> list[str]:
+    def _echoes(self, body: CompletionBody, job: Job) -> list[str]:
+        """What goes before each prompt's answers: the prompt as it was given, or as it was cut."""
         if not body.echo:
-            return [""] * len(prepared)
-        decode = self._service.llm.tokenizer.decode
-        return [decode(ids) if text is None else text for text, ids in prepared]
+            return [""] * len(job.streams)
+        decode, cut = self._service.llm.tokenizer.decode, body.truncate_prompt_tokens is not None
+        outputs = [stream.text.output for stream in job.streams]
+        return [decode(o.prompt_token_ids) if cut or o.prompt is None else o.prompt for o in outputs]
 
     def _pieces(self, body: Sampling) -> Pieces:
         tokenizer = self._service.llm.tokenizer
@@ -162,7 +163,7 @@ class Generation:
         return Pieces(tokenizer, bool(body.return_tokens_as_token_ids), hidden)
 
     async def _answer(
-        self, job: Job, shape: Shape, body: Sampling, model: str, silent: bool, extra: dict[str, Any]
+        self, job: Job, shape: Shape, body: Sampling, model: str, silent: bool, extra: Extra
     ) -> Response:
         if not body.stream:
             return await whole(job, shape, model, extra)

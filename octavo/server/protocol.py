@@ -7,13 +7,12 @@ refused unless they have the value that changes nothing: a request never gets so
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from octavo.server.problem import Problem
-from octavo.types import SamplingParams
+from octavo.types import RepetitionDetection, SamplingParams
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
@@ -22,6 +21,7 @@ MAX_TIMEOUT = 86_400.0
 MAX_LOGPROBS = 20
 PRIORITIES = {"low": -10, "normal": 0, "default": 0, "auto": 0, "high": 10}
 
+_ID = re.compile(r"-?[0-9]{1,18}")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -30,6 +30,14 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class LoopGuard(msgspec.Struct):
+    """`repetition_detection`."""
+
+    max_pattern_size: int = 16
+    min_pattern_size: int = 1
+    min_count: int = 8
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -57,6 +65,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    repetition_detection: LoopGuard | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     structured_outputs: Any = None
@@ -132,14 +141,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 # Fields that are not built yet, with the values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 UNBUILT: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "length_penalty": (1.0,),
-    "logit_bias": (),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "prompt_logprobs": (),
     "use_beam_search": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -149,10 +151,10 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": (),
 }
-_BUILT = {field.name for field in fields(SamplingParams)}
 _COPIED = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "min_tokens", "skip_special_tokens",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -162,7 +164,25 @@ def sampling_params(body: Sampling, max_tokens: int | None, logprobs: int | None
     if body.best_of is not None and body.best_of not in (1, body.n or 1):
         raise Problem(400, f"best_of is {body.best_of}. Leave it out; use n.", param="best_of")
     given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+    guard = body.repetition_detection
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        priority=priority_of(body),
+        logit_bias=bias_of(body),
+        repetition_detection=None if guard is None else RepetitionDetection(**msgspec.structs.asdict(guard)),
+    )
+
+
+def bias_of(body: Sampling) -> dict[int, float] | None:
+    """`logit_bias` with the ids as numbers. Raises Problem."""
+    if not body.logit_bias:
+        return None
+    wrong = next((key for key in body.logit_bias if not _ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise Problem(400, f"logit_bias has the key {wrong[:40]!r}. Keys are token ids.", param="logit_bias")
+    return {int(key): value for key, value in body.logit_bias.items()}
 
 
 def refuse_unbuilt(body: Sampling) -> None:
@@ -177,6 +197,8 @@ def check_stream(body: Sampling) -> None:
     """Raise Problem for stream options that contradict each other or are out of range."""
     if body.stream_options is not None and not body.stream:
         raise Problem(400, "stream_options needs stream: true. Set it, or leave them out.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:  # with echo they go into the ordinary lists
+        raise Problem(400, "prompt_logprobs are not streamed. Set stream to false.", param="prompt_logprobs")
     for name in ("stream_interval", "chunk_size"):
         value = getattr(body, name)
         if value is not None and not 1 <= value <= 1 << 20:
@@ -204,8 +226,6 @@ def priority_of(body: Sampling) -> int:
             words = ", ".join(PRIORITIES)
             raise Problem(400, f"priority is {value[:40]!r}. Give an integer, or one of {words}.", param="priority")
         return PRIORITIES[value]
-    if not -1000 <= value <= 1000:
-        raise Problem(400, f"priority is {value}. Give an integer from -1000 to 1000.", param="priority")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import CompletionOutput, Logprob
+from octavo.types import CompletionOutput, Logprob, RequestOutput
 
 LEAST = -9999.0  # stands for minus infinity, which JSON does not know
 
@@ -106,61 +106,107 @@ class ChatShape:
 
 
 class TextShape:
-    """`/v1/completions`. `echoes`: for each prompt the text that goes before the answer."""
+    """`/v1/completions`. `echoes`: for each prompt the text that goes before the answer.
+
+    `scored`: the results, when the lists of log-probabilities are to begin with those of the prompts. `reported`: the
+    results, when they are to be in a field of their own.
+    """
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
     def __init__(
-        self, pieces: Pieces, alternatives: int | None, echoes: Sequence[str], n: int, token_ids: bool
+        self,
+        pieces: Pieces,
+        alternatives: int | None,
+        echoes: Sequence[str],
+        n: int,
+        token_ids: bool,
+        scored: Sequence[RequestOutput] | None = None,
+        reported: Sequence[RequestOutput] | None = None,
     ) -> None:
         self._pieces = pieces
         self._alternatives = alternatives
         self._echoes = echoes
         self._n = n
         self._token_ids = token_ids
+        self._scored = scored
+        self._reported = reported
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, choice: CompletionOutput) -> dict[str, Any]:
         """See `Shape`."""
-        echo = self._echoes[index // self._n]
         made: dict[str, Any] = {
             "index": index,
-            "text": echo + choice.text,
-            "logprobs": self._logprobs(choice, slice(None), len(echo))[0],
+            "text": self._echoes[index // self._n] + choice.text,
+            "logprobs": self._lists(index, choice, slice(None), first=True),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self._reported is not None:
+            made["prompt_logprobs"] = prompt_logprobs(self._reported[index // self._n])
         return made | {"token_ids": choice.token_ids} if self._token_ids else made
 
     def event(self, index: int, choice: CompletionOutput, text: str, tokens: slice, first: bool, last: bool) -> bytes:
         """See `Shape`."""
         echo = self._echoes[index // self._n]
         head = b'{"index":%d,"text":%b' % (index, _json(echo + text if first else text))
-        if self._alternatives is not None:
-            offset = self._offsets.get(index, len(echo))
-            found, self._offsets[index] = self._logprobs(choice, tokens, offset)
-            head += b',"logprobs":' + _json(found)
-        else:
+        if self._alternatives is None:
             head += b',"logprobs":null'
+        else:
+            head += b',"logprobs":' + _json(self._lists(index, choice, tokens, first))
         if self._token_ids:
             head += b',"token_ids":' + _json(choice.token_ids[tokens])
         return head + finish(choice, last)
 
-    def _logprobs(self, choice: CompletionOutput, tokens: slice, offset: int) -> tuple[dict[str, Any] | None, int]:
+    def _lists(self, index: int, choice: CompletionOutput, tokens: slice, first: bool) -> dict[str, Any] | None:
+        """The four lists for some tokens of a choice; with the first come the prompt's, when that is scored."""
         if self._alternatives is None or choice.logprobs is None:
-            return None, offset
+            return None
+        pairs: list[tuple[int, dict[int, Logprob] | None]] = []
+        offset = self._offsets.get(index, 0)
+        if first and self._scored is not None:
+            prompt = self._scored[index // self._n]
+            entries = prompt.prompt_logprobs or [None] * len(prompt.prompt_token_ids)
+            pairs += zip(prompt.prompt_token_ids, entries, strict=True)
+        elif first:
+            offset = len(self._echoes[index // self._n])
+        pairs += zip(choice.token_ids[tokens], choice.logprobs[tokens], strict=True)
         texts, values, tops, offsets = [], [], [], []
-        for token, entry in zip(choice.token_ids[tokens], choice.logprobs[tokens], strict=True):
-            text = self._pieces.text(token)
-            # The chosen token is always among the alternatives, as the guides of this route say.
-            top = {self._pieces.text(other): clamp(found.logprob) for other, found in best(entry, self._alternatives)}
+        for token, entry in pairs:
+            text, value, top = self._score(token, entry)
             texts.append(text)
-            values.append(clamp(entry[token].logprob))
-            tops.append(top | {text: values[-1]})
+            values.append(value)
+            tops.append(top)
             offsets.append(offset)
             offset += len(text)
-        made = {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": tops}
-        return made, offset
+        self._offsets[index] = offset
+        return {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": tops}
+
+    def _score(
+        self, token: int, entry: dict[int, Logprob] | None
+    ) -> tuple[str, float | None, dict[str, float] | None]:
+        text = self._pieces.text(token)
+        if entry is None:
+            return text, None, None
+        value = clamp(entry[token].logprob)
+        # The chosen token is always among the alternatives, as the guides of this route say.
+        top = {self._pieces.text(other): clamp(item.logprob) for other, item in best(entry, self._alternatives or 0)}
+        return text, value, top | {text: value}
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """Log-probabilities of a prompt in vLLM's shape: for each token but the first, by id."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": clamp(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
+            for token, item in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]
 
 
 def finish(choice: CompletionOutput, last: bool) -> bytes:

@@ -8,6 +8,7 @@ reads slowly gets larger pieces, never a growing queue: what is sent is cut from
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -129,12 +130,13 @@ class EventStream(Response):
             self.job.close()
 
 
-async def whole(job: Job, shape: Shape, model: str, extra: dict[str, Any]) -> Response:
+async def whole(job: Job, shape: Shape, model: str, extra: Callable[[], dict[str, Any]]) -> Response:
     """The answer to a request that does not stream; closes the job. Raises Problem, ClientGone."""
     try:
         while not job.finished:
             await job.changed()
         job.check()
+        job.strip()
         data = {
             "id": shape.prefix + job.id,
             "object": shape.kind,
@@ -143,6 +145,6 @@ async def whole(job: Job, shape: Shape, model: str, extra: dict[str, Any]) -> Re
             "choices": [shape.choice(index, choice) for index, _, choice in job.choices],
             "usage": job.usage(),
         }
-        return json_response(data | extra)
+        return json_response(data | extra())
     finally:
         job.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,9 +21,19 @@ PROMPTS = [
 ]
 
 
+OPTIONS = ("--max-model-len", "512", "--num-gpu-blocks-override", "600")
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[Running]:
-    with Running("--max-model-len", "512", "--num-gpu-blocks-override", "600", fake=None) as server:
+    with Running(*OPTIONS, fake=None) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[Running]:
+    """In float32, where the same position has the same numbers in any step."""
+    with Running(*OPTIONS, "--device", "torch-cpu", "--dtype", "float32", fake=None) as server:
         yield server
 
 
@@ -69,6 +80,68 @@ def test_b66_answers_do_not_depend_on_neighbours(real: Running) -> None:
     for thread in threads:
         thread.join()
     assert [got[i] for i in range(15)] == alone * 3
+
+
+def test_b08_b11_bias_and_stop_ids(real: Running) -> None:
+    fields = {"logit_bias": {"0": 100}, "stop_token_ids": [0], "ignore_eos": True}
+    choice = real.complete("The sky is", max_tokens=8, **fields).json["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", 0)
+    assert text_of(real, "The sky is", logit_bias={"260": 100}, ignore_eos=True) == " the" * 12
+
+
+def test_b14_bad_words(real: Running) -> None:
+    text = text_of(real, "Once upon a time", ignore_eos=True)
+    for word in re.findall(r"(?<= )[a-z]+", text)[:2]:
+        without = text_of(real, "Once upon a time", ignore_eos=True, bad_words=[word])
+        assert not re.search(rf"(^|\W){word}(\W|$)", without)
+
+
+def test_penalties_change_what_repeats(real: Running) -> None:
+    plain = text_of(real, "go go go go go go go", ignore_eos=True)
+    for fields in ({"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+        assert text_of(real, "go go go go go go go", ignore_eos=True, **fields) != plain
+
+
+def test_b67_echo_scores_the_prompt(exact: Running) -> None:
+    def ask(prompt: str, k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        reply = exact.complete(prompt, echo=True, max_tokens=k, logprobs=1).json
+        return reply["choices"][0], reply["usage"]
+
+    paris = "The capital of France is Paris"
+    for k in (1, 0):
+        choice, usage = ask(paris, k)
+        found = choice["logprobs"]
+        assert choice["text"].startswith(paris) and usage["completion_tokens"] == k
+        assert (k == 0) == (choice["text"] == paris)
+        assert {len(items) for items in found.values()} == {usage["prompt_tokens"] + k}
+        assert found["token_logprobs"][0] is None and all(value <= 0 for value in found["token_logprobs"][1:])
+        assert found["text_offset"][0] == 0 and "".join(found["tokens"]) == choice["text"]
+        starts = [sum(map(len, found["tokens"][:i])) for i in range(len(found["tokens"]))]
+        assert found["text_offset"] == starts
+    tail = ask(paris, 0)[0]["logprobs"]["token_logprobs"][-1]
+    assert tail > ask("The capital of France is Rome", 0)[0]["logprobs"]["token_logprobs"][-1]
+    body = {"prompt": paris, "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    pieces: dict[str, list[Any]] = {}
+    for event in exact.events("/v1/completions", body):
+        for name, items in event["choices"][0]["logprobs"].items():
+            pieces.setdefault(name, []).extend(items)
+    assert pieces == ask(paris, 1)[0]["logprobs"]
+
+
+def test_b30_prompt_logprobs_cold_and_warm(exact: Running) -> None:
+    ids = [200 + i * 7 % 900 for i in range(70)]
+    lists = []
+    for i in range(4):
+        if i == 3:
+            exact.complete(ids[:48], max_tokens=1)
+        choice = exact.complete(ids, max_tokens=1, prompt_logprobs=1).json["choices"][0]
+        entries = choice["prompt_logprobs"]
+        assert len(entries) == 70 and entries[0] is None
+        lists.append([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
+    for other in lists[1:]:
+        assert other == pytest.approx(lists[0], abs=1e-3)
+    assert exact.complete(ids, prompt_logprobs=1, stream=True).status == 400
+    assert len(exact.chat("Hi", prompt_logprobs=0, max_tokens=1).json["prompt_logprobs"]) > 5
 
 
 def test_logprobs_are_of_the_model(real: Running) -> None:
