@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +102,19 @@ def usable_cores() -> int:
     return max(1, cores if cpu.limit is None else min(cores, int(cpu.limit) or 1))
 
 
-def free_memory() -> int:
-    """Bytes that this process may still take: what is available, within the cgroup's limit; 0 when unknown."""
-    memory = memory_info()
-    known = [size for size in (memory.available, memory.limit) if size is not None]
-    return min(known, default=0)
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: available, and left of every cgroup's limit; 0 when unknown.
+
+    Pages of files that the kernel would drop do not count as used.
+    """
+    known = [memory_info(root).available]
+    for folder in _cgroups(root, "memory"):
+        limit = (_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")).strip()
+        used = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
+        if limit.isdigit() and int(limit) < UNLIMITED and used.isdigit():
+            droppable = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            known.append(max(0, int(limit) - int(used) + (int(droppable[1]) if droppable else 0)))
+    return min((size for size in known if size is not None), default=0)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -31,6 +31,15 @@ U64 = 1 << 64
 
 C = TypeVar("C", bound=Collection[Any])
 
+_MANY = (list, tuple, set, frozenset)
+_LISTS: dict[str, tuple[type, ...]] = {
+    "stop": (str, *_MANY),
+    "stop_token_ids": _MANY,
+    "allowed_token_ids": _MANY,
+    "bad_words": (str, *_MANY),
+    "logit_bias": (Mapping,),
+}
+
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
     """`value` as a finite float in [low, high], or (low, high] when `open_low`; RequestError otherwise."""
@@ -151,6 +160,10 @@ class SamplingParams:
         self._check_edits()
 
     def _check_stops(self) -> None:
+        for name, kinds in _LISTS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise RequestError(f"{name} is a {type(value).__name__}.", "Give a list.", name)
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(stops)} strings.", f"Give at most {MAX_STOP_STRINGS}.", "stop")

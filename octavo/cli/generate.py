@@ -11,11 +11,11 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import PARTS
+from octavo.cli.options import add_engine_flags, engine_options
 from octavo.errors import ConfigError, RequestError
 from octavo.types import SamplingParams
 
@@ -54,27 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--n", type=int, default=1, help="completions for each prompt")
     sampling.add_argument("--logprobs", type=int)
     sampling.add_argument("--ignore-eos", action="store_true")
-    add_engine_arguments(parser)
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of the engine's configuration."""
-    for part, cls in PARTS:
-        group = parser.add_argument_group(part)
-        for f in fields(cls):
-            flag = "--" + f.name.replace("_", "-")
-            if isinstance(f.default, bool):
-                group.add_argument(
-                    flag, action=argparse.BooleanOptionalAction, default=f.default, help=f.metadata["help"]
-                )
-            else:
-                kind = int if "int" in str(f.type) else str
-                group.add_argument(flag, type=kind, default=f.default, help=f.metadata["help"])
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options among parsed arguments, under their field names."""
-    return {f.name: getattr(args, f.name) for _, cls in PARTS for f in fields(cls)}
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import argparse
 import logging
 from dataclasses import fields
 
-from octavo.cli.generate import add_engine_arguments, engine_options
+from octavo.cli.options import add_engine_flags, add_flags, engine_options
 from octavo.config import NOTICES, ServerConfig, engine_config
 from octavo.errors import ConfigError
 
@@ -21,16 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
-    for f in fields(ServerConfig):
-        flag = "--" + f.name.replace("_", "-")
-        if isinstance(f.default, bool):
-            group.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=f.default, help=f.metadata["help"]
-            )
-        else:
-            kind = float if isinstance(f.default, float) else int if isinstance(f.default, int) else str
-            group.add_argument(flag, type=kind, default=f.default, help=f.metadata["help"])
-    add_engine_arguments(parser)
+    add_flags(group, ServerConfig)
+    add_engine_flags(parser)
     known = {action.dest for action in parser._actions}
     for name in NOTICES:
         if name not in known:

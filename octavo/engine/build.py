@@ -120,7 +120,8 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
     if runs_native(config, spec, dtype):
         from octavo.runner.native import build_native
 
-        facts = resolve(config, Hardware("cpu", free_memory()), model_facts)
+        # Refused before loading; the weights will be there when the KV cache fills.
+        facts = resolve(config, Hardware("cpu", max(0, free_memory() - _weight_bytes(config, model))), model_facts)
         runner: Runner = build_native(
             spec,
             model.needs,
@@ -136,6 +137,14 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
         runner, facts = _torch_runner(config, model, model_facts)
     _log.info("%s", facts.line())
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+
+
+def _weight_bytes(config: EngineConfig, model: OpenedModel) -> int:
+    """Bytes of the weights in memory: as stored, or every one in the type that is asked for."""
+    if config.model.dtype != "auto":
+        return model.spec.parameters * ELEMENT_BYTES[run_dtype(config, model.spec)]
+    names = {source.name for need in model.needs for source in need.sources}
+    return sum(model.checkpoint.info(name).nbytes for name in names)
 
 
 def _torch_runner(config: EngineConfig, model: OpenedModel, model_facts: ModelFacts) -> tuple[Runner, Facts]:

@@ -20,6 +20,7 @@ from octavo.scheduler.keys import chain_keys, root_key
 from octavo.types import MAX_BIAS, EngineRequest, SamplingParams
 
 MAX_SALT_CHARS = 64
+COLDEST = 1e-4  # below this the logits overflow and the best token is all that is left: greedy
 _U64 = (1 << 64) - 1
 
 
@@ -119,7 +120,7 @@ def build_request(
         root=root,
         limit=len(prompt) + most,
         n=params.n,
-        temperature=params.temperature,
+        temperature=params.temperature if params.temperature >= COLDEST else 0.0,
         top_p=params.top_p,
         top_k=max(params.top_k, 0) if params.top_k < limits.vocab_size else 0,
         min_p=params.min_p,

@@ -86,7 +86,7 @@ class LLM:
         try:
             for i, (prompt, param) in enumerate(zip(batch, params, strict=True)):
                 added.append(self._add(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
-        except RequestError:
+        except BaseException:  # an interrupt too must not leave requests behind
             self._drop(added)
             raise
         return self._run(added, use_tqdm)
@@ -192,8 +192,11 @@ class LLM:
         number = self._add(prompt, sampling_params or SamplingParams(), cache_salt, "")
         text = self._texts[number]
         try:
-            while not text.finished:
-                if number in self._step():
+            sent = False
+            while not sent:
+                # Another stream may have driven the engine until this one was finished.
+                if text.finished or number in self._step():
+                    sent = text.finished
                     yield text.snapshot()
         finally:
             self._drop([number])

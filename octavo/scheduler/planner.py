@@ -88,7 +88,8 @@ class Planner:
         if len(running):
             victim = int(running[np.argmax(slots.order[running])])
             first, last = (self.state.rank(slots.sequence(row).request) for row in (head, victim))
-            if first > last:
+            # By age the victim may come first again: taking its place would only send it round in a circle.
+            if first > last and slots.order[head] < slots.order[victim]:
                 self.state.preempt(victim)
 
     def _plan_decodes(self) -> tuple[I64, I64]:

@@ -9,7 +9,7 @@ sequence with the largest.
   waits for ever: a sequence is overtaken only by those who come within that many arrivals of it (ageing).
 - fair: first come first served within each tenant; the next sequence comes from the tenant that was served the
   fewest tokens, a generated one counting twice. A tenant that comes (back) starts level with the least served of
-  those who wait, so that nobody saves up credit. Source: virtual token counter, Sheng et al. 2024, "Fairness in
+  those who wait, or with the one served last, so that nobody saves up credit. Source: virtual token counter, Sheng et al. 2024, "Fairness in
   serving large language models".
 """
 
@@ -41,6 +41,9 @@ class WaitingQueue:
         self.served: dict[str, int] = {}  # tokens by tenant, weighted
         self._heaps: dict[str, list[tuple[int, int]]] = {}
         self._keys: dict[int, int] = {}
+        self._tenants: dict[int, str] = {}  # of the rows that wait
+        self._waiting: dict[str, int] = {}  # rows that wait, by tenant
+        self._last_served = 0  # counter of the tenant whose row was taken last
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -52,10 +55,12 @@ class WaitingQueue:
         """Add a row; `key` is unique. `fresh`: a new arrival, not one that comes back."""
         tenant = tenant if self.fair else ""
         heap = self._heaps.setdefault(tenant, [])
-        if self.fair and fresh and not heap:
-            waiting = [self.served[other] for other, rows in self._heaps.items() if rows and other != tenant]
-            self.served[tenant] = max(self.served.get(tenant, 0), min(waiting, default=0))
+        if self.fair and fresh and not self._waiting.get(tenant):
+            others = [self.served.get(other, 0) for other, rows in self._waiting.items() if rows]
+            self.served[tenant] = max(self.served.get(tenant, 0), min(others, default=self._last_served))
         self._keys[row] = key
+        self._tenants[row] = tenant
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         heappush(heap, (key, row))
 
     def pop(self) -> int | None:
@@ -63,7 +68,8 @@ class WaitingQueue:
         while (tenant := self._next()) is not None:
             key, row = heappop(self._heaps[tenant])
             if self._keys.get(row) == key:
-                del self._keys[row]
+                self.remove(row)
+                self._last_served = self.served.get(tenant, 0)
                 return row
         return None
 
@@ -85,6 +91,7 @@ class WaitingQueue:
     def remove(self, row: int) -> None:
         """Take out a row that waits."""
         del self._keys[row]
+        self._waiting[self._tenants.pop(row)] -= 1
 
     def rows(self) -> list[int]:
         """The rows that wait, in any order."""

@@ -177,3 +177,17 @@ def test_text_shows_limits_and_unknowns() -> None:
     text = doctor.render(report)
     for part in ("unknown", "1.5 cores", "512 MiB", "OMP_NUM_THREADS=1", "no module named torch", "not there"):
         assert part in text
+
+
+def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path: Path) -> None:
+    """An 8 GiB machine; a control group of 6 GiB uses 5, of which 2 are pages of files that can be dropped."""
+    root = machine(tmp_path)
+    assert facts.free_memory(root) == 4 << 30
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text("0::/box\n")
+    group = root / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{6 << 30}\n")
+    (group / "memory.current").write_text(f"{5 << 30}\n")
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 << 30}\nactive_file 5\n")
+    assert facts.free_memory(root) == 3 << 30

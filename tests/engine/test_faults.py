@@ -127,7 +127,8 @@ def test_numbers_that_are_no_numbers(field, value):
         {"n": 0}, {"n": 1000}, {"n": 1.5}, {"top_k": -2}, {"max_tokens": 0}, {"min_tokens": 20}, {"logprobs": -1},
         {"logprobs": 1000}, {"stop": ""}, {"stop": ["END", ""]}, {"stop": ["x"] * 1000}, {"stop_token_ids": [-5]},
         {"seed": 1 << 63}, {"seed": 1.5}, {"seed": True}, {"temperature": -1}, {"top_p": 0.0}, {"top_p": 1.1},
-        {"stop_token_ids": [9223372036854775808]},
+        {"stop_token_ids": [9223372036854775808]}, {"stop": 5}, {"stop_token_ids": 5}, {"stop_token_ids": "7"},
+        {"logit_bias": [5]}, {"bad_words": 3}, {"allowed_token_ids": 3}, {"priority": 10_000},
     ],
     ids=str,
 )  # fmt: skip

@@ -158,6 +158,36 @@ def test_a_tenant_that_was_away_has_no_credit():
     assert queue.pop() == 1
 
 
+def test_a_newcomer_starts_level_with_who_was_served_last():
+    queue = WaitingQueue(fair=True)
+    queue.push(1, 1, "old", fresh=True)
+    queue.pop()
+    queue.charge("old", 10_000)
+    queue.push(2, 2, "old", fresh=True)
+    queue.pop()
+    queue.push(3, 3, "new", fresh=True)
+    queue.push(4, 4, "new", fresh=True)
+    queue.push(5, 5, "old", fresh=True)
+    queue.charge("new", 40)
+    assert queue.pop() == 5
+    queue.remove(3)
+    queue.remove(4)
+    queue.push(6, 6, "new", fresh=True)  # only ended rows were left: it comes anew
+    assert queue.served["new"] >= 10_000
+
+
+def test_an_aged_sequence_is_not_sent_round_in_a_circle(monkeypatch):
+    monkeypatch.setattr("octavo.scheduler.policy.PRIORITY_STEP", 4)
+    bench = Bench(policy="priority", max_num_seqs=1)
+    bench.submit(request(1, out=50))
+    bench.step()
+    for number in range(2, 12):
+        bench.submit(request(number, out=2, priority=1))
+    bench.run()
+    assert bench.scheduler.stats.preemptions <= 4
+    assert len(bench.ended) == 11
+
+
 def test_a_row_that_is_put_back_keeps_its_place():
     queue = WaitingQueue(fair=True)
     queue.push(1, 1, "a", fresh=True)
