@@ -46,4 +46,4 @@ class SmolEngine(TinyEngine):
         self.runner = TorchRunner(decoder, blocks=blocks + 1, block_size=block_size, rows=seqs, max_len=max_len)
         self.scheduler = Scheduler(Limits(seqs, budget, max_len, block_size, blocks + 1, vocab, cache))
         self.loop = EngineLoop(self.scheduler, self.runner, depth)
-        self.tokens, self.logprobs, self.reasons, self.best = {}, {}, {}, {}
+        self.tokens, self.logprobs, self.reasons, self.best, self.prompts = {}, {}, {}, {}, {}

@@ -62,10 +62,18 @@ class TinyEngine:
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.logprobs: dict[tuple[int, int], list[float]] = {}
         self.best: dict[tuple[int, int], list[TokenLogprobs]] = {}
+        self.prompts: dict[int, dict[int, TokenLogprobs]] = {}  # request -> position -> report
         self.reasons: dict[tuple[int, int], str] = {}
 
-    def submit(self, number: int, ids: list[int], params: SamplingParams, salt: str = "") -> None:
-        self.scheduler.submit(build_request(number, ids, params, self.limits, salt))
+    def submit(
+        self,
+        number: int,
+        ids: list[int],
+        params: SamplingParams,
+        salt: str = "",
+        bad: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        self.scheduler.submit(build_request(number, ids, params, self.limits, salt, bad))
 
     def step(self) -> None:
         for batch in self.loop.step():
@@ -75,6 +83,8 @@ class TinyEngine:
                 if i in batch.logprobs:
                     self.logprobs.setdefault((request, child), []).append(batch.logprobs[i].chosen)
                     self.best.setdefault((request, child), []).append(batch.logprobs[i])
+            for request, first, entries in batch.prompts:
+                self.prompts.setdefault(request, {}).update(enumerate(entries, first))
             for end in batch.ended:
                 assert (end.request_id, end.child) not in self.reasons, "ended twice"
                 self.reasons[end.request_id, end.child] = REASONS[end.reason]
