@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from octavo.attention.base import AttentionShape, KVPool
-from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
-from octavo.kernels.gpu import decode, norm, prefill, rope, sample
+from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
+from octavo.kernels.gpu import decode, linear, norm, prefill, rope, sample
 from octavo.kernels.gpu.step import Cut, StepTables, begin
 from octavo.scheduler.plan import PARAM_WORDS, SAMPLE, PlanDraft
 
@@ -27,8 +27,19 @@ TB, TFLOP = 4.3e12, 730e12
 OUT: dict[str, dict[str, float]] = {}
 
 
+class Slice:
+    """With `--compile I/N` every N-th configuration is only compiled, for a later run to find in Triton's cache."""
+
+    part, parts, seen = 0, 0, 0
+
+
 def timed(function: Callable[[], object], launches: int = 10) -> float:
     """Seconds of one call."""
+    if Slice.parts:
+        Slice.seen += 1
+        if Slice.seen % Slice.parts == Slice.part:
+            function()
+        return 1.0
     for _ in range(2):
         function()
     torch.cuda.synchronize()
@@ -67,7 +78,7 @@ class Step:
     ) -> None:
         self.backend = TritonAttention(shape, torch.bfloat16)
         decodes = sum(1 for _, n in rows if n == 1)
-        self.cut = cut or self.backend.cut(max(decodes, 1), 132)
+        self.cut = cut or cut_for(shape, torch.bfloat16, max(decodes, 1), 132)
         needs = [-(-(s + n) // block_size) for s, n in rows]
         numbers = np.random.default_rng(0).permutation(sum(needs)).astype(np.int32) + 1
         draft, used = PlanDraft(0), 0
@@ -99,12 +110,17 @@ class Step:
         self.pool = KVPool(1, sum(needs) + 1, block_size, shape.kv_heads, shape.head_dim, torch.bfloat16, DEVICE)
         self.pool.data.normal_()
         self.q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=DEVICE)
-        self.backend.reserve(items, count, DEVICE)
+        partials = partials_for(shape, items, count, DEVICE)
         self.sizes = Sizes(tokens, count, items if decodes else 0, tiles, shared > 0)
-        self.plan = TritonPlan(self.sizes, self.step, self.tables, self.step.slots_T)
+        self.plan = TritonPlan(self.sizes, self.step, self.tables, self.step.slots_T, partials)
+        self.own: tuple[torch.Tensor, torch.Tensor] | None = None
+        if tiles:
+            k, v = (torch.randn(tokens, shape.kv_heads, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            self.own = torch.cat((self.q, k), 1), torch.cat((self.q, k, v), 1)
 
-    def run(self) -> torch.Tensor:
-        return self.backend._attend(0, self.q, self.pool, self.plan)
+    def run(self, own: bool = False) -> torch.Tensor:
+        q = self.own[0][:, : self.q.shape[1]] if own and self.own else self.q
+        return self.backend._attend(0, q, self.pool, self.plan, self.own if own else None)
 
 
 def best(
@@ -115,7 +131,9 @@ def best(
     for choice in choices if tune else [kept]:
         table["half"] = choice
         try:
-            found = min(found, (measure(), choice))
+            found = min(found, result := (measure(), choice))
+            if tune and not Slice.parts:
+                print(f"    {result[0] * 1e6:9.1f} us {choice}")
         except Exception as error:  # a configuration that does not fit the device
             print(f"  {choice}: {str(error)[:80]}")
     table["half"] = kept
@@ -138,7 +156,7 @@ def bench_decode(tune: bool) -> None:
         for block_size in (16, 64):
             results = []
             for factor in (1, 2, 4) if tune else (0,):
-                base = TritonAttention(shape, torch.bfloat16).cut(len(rows), 132)
+                base = cut_for(shape, torch.bfloat16, len(rows), 132)
                 items = base.items if not tune else max(132 * 3 // kv_heads * factor // 2, len(rows) * factor)
                 step = Step(shape, rows, block_size, cut=Cut(items, 64, 64, base.tile))
                 choices = [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 4), (64, 2, 4)]
@@ -164,13 +182,15 @@ def bench_prefill(tune: bool) -> None:
     for name, heads, kv_heads, rows in cases:
         shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
         flops = sum(4 * heads * 128 * n * (s + n / 2) for s, n in rows)
-        for block_size in (16, 64):
+        for block_size, own in ((16, False), (64, False), (16, True)):
 
-            def measure(shape=shape, rows=rows, block_size=block_size) -> float:
-                return timed(Step(shape, rows, block_size).run, 3)
+            def measure(shape=shape, rows=rows, block_size=block_size, own=own) -> float:
+                step = Step(shape, rows, block_size)
+                return timed(lambda: step.run(own), 3)
 
             seconds, choice = best(prefill.TUNED, choices, measure, tune)
-            report(f"prefill {name}, blocks of {block_size}", seconds, flops=flops, note=str(choice))
+            what = "own tokens" if own else f"blocks of {block_size}"
+            report(f"prefill {name}, {what}", seconds, flops=flops, note=str(choice))
 
 
 def bench_prefix(tune: bool) -> None:
@@ -191,12 +211,10 @@ def bench_prefix(tune: bool) -> None:
 def bench_small(tune: bool) -> None:
     for tokens in (1, 256, 8192):
         for size, mlp, heads, kv_heads in ((1024, 3072, 16, 8), (4096, 14336, 32, 8)):
-            x, r = (torch.randn(tokens, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            x = torch.randn(tokens, size, dtype=torch.bfloat16, device=DEVICE)
             w = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
             name = f"{tokens} tokens of {size}"
-            report(
-                f"add_rms_norm {name}", timed(lambda x=x, r=r, w=w: norm.add_rms_norm(x, r, w, 1e-6)), 8 * x.numel()
-            )
+            report(f"rms_norm {name}", timed(lambda x=x, w=w: norm.rms_norm(x, w, 1e-6)), 4 * x.numel())
             g = torch.randn(tokens, 2 * mlp, dtype=torch.bfloat16, device=DEVICE)
             report(f"silu_and_mul {name}", timed(lambda g=g: norm.silu_and_mul(g)), 3 * g.numel())
             qkv = torch.randn(tokens, heads + 2 * kv_heads, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -237,24 +255,65 @@ def bench_sample(tune: bool) -> None:
             report(f"sample {count} x 151936, {name}", seconds, 2 * logits.numel())
 
 
+LAUNCHES = [
+    linear.Launch(o, i, s, w, st)
+    for o, i, s, w, st in (
+        (16, 256, 1, 4, 4), (16, 512, 1, 4, 3), (32, 256, 1, 4, 4), (32, 128, 1, 4, 5), (8, 512, 1, 4, 3),
+        (64, 128, 1, 4, 4), (16, 256, 2, 4, 4), (16, 256, 4, 4, 4), (32, 128, 4, 4, 4), (32, 256, 4, 4, 3),
+        (64, 128, 4, 4, 4), (64, 128, 8, 4, 4), (32, 256, 2, 8, 4),
+    )
+]  # fmt: skip
+
+
 def bench_linear(tune: bool) -> None:
-    for n, k in ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 4096), (28672, 4096),
-                 (4096, 14336), (151936, 1024), (128256, 4096)):  # fmt: skip
-        copies = max(2, int(300e6 // (n * k * 2)) + 1)
-        weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) for _ in range(min(copies, 40))]
-        for m in (1, 8, 64, 128, 256, 512, 1024, 8192):
-            if m * n > 3e8:
-                continue
-            x = torch.randn(m, k, dtype=torch.bfloat16, device=DEVICE)
+    """The four products of a layer: the library with the kernels around it, and the streaming kernel."""
+    scratch = linear.Scratch(DEVICE)
+    scratch.reserve(32768)
+    for size, mlp, q, kv in ((1024, 3072, 2048, 1024), (4096, 14336, 4096, 1024)):
+        for name, outputs, inputs in (
+            ("qkv", q + 2 * kv, size), ("o", size, q), ("gate_up", 2 * mlp, size), ("down", size, mlp)
+        ):  # fmt: skip
+            copies = max(2, int(300e6 // (outputs * inputs * 2)) + 1)
+            weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
+            gain = torch.ones(inputs, dtype=torch.bfloat16, device=DEVICE), 1e-6
+            for m in (1, 8, 32, 64, 128):
+                x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
+                r = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
 
-            def call(x=x, weights=weights) -> None:
-                for w in weights:
-                    torch.nn.functional.linear(x, w)
+                def library(w, x=x, r=r, gain=gain, name=name) -> None:
+                    if name in ("o", "down"):
+                        r.addmm_(x, w.t())
+                        return
+                    y = torch.nn.functional.linear(norm.rms_norm(x, *gain), w)
+                    if name == "gate_up":
+                        norm.silu_and_mul(y)
 
-            seconds = timed(call, 1) / len(weights)
-            report(
-                f"linear {m} x {n} x {k}", seconds, 0, 2 * m * n * k, note=f"{2 * n * k / seconds / 1e12:.2f} TB/s"
-            )
+                def stream(w, launch, x=x, r=r, gain=gain, name=name) -> None:
+                    add = name in ("o", "down")
+                    linear.stream_linear(
+                        x, w, None, None if add else gain, r if add else None, name == "gate_up", scratch, launch
+                    )
+
+                nbytes = 2 * outputs * inputs
+                each = timed(lambda library=library, weights=weights: [library(w) for w in weights], 1) / copies
+                report(f"{name} {m} x {outputs} x {inputs}, library", each, nbytes)
+                if m > linear.MOST_TOKENS:
+                    continue
+                results = []
+                for launch in LAUNCHES if tune else [None]:
+                    if launch and launch.split > 1 and name not in ("o", "down"):
+                        continue
+                    try:
+
+                        def call(stream=stream, launch=launch, weights=weights) -> None:
+                            for w in weights:
+                                stream(w, launch)
+
+                        results.append((timed(call, 1) / copies, str(launch)))
+                    except Exception as error:  # a configuration that does not fit the device
+                        print(f"  {launch}: {str(error)[:80]}")
+                for seconds, launch in sorted(results)[:4]:
+                    report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch[6:])
 
 
 BENCHES = {
@@ -264,6 +323,8 @@ BENCHES = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    if "--compile" in sys.argv:
+        Slice.part, Slice.parts = (int(n) for n in sys.argv[sys.argv.index("--compile") + 1].split("/"))
     names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(BENCHES)
     for bench in names:
         with torch.inference_mode():

@@ -9,7 +9,10 @@ waiting. Kernels: device time a step from torch's profiler over 5 steps, summed 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
+import pstats
 import sys
 import time
 from collections import defaultdict
@@ -67,6 +70,17 @@ def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
     return 1000 * wall / steps, {"cpu": 1000 * cpu / steps} | {n: 1000 * t / steps for n, t in times.items()}
 
 
+def profile_host(llm: Any, steps: int) -> str:
+    """Python's profiler over some steps: the functions that take most time themselves."""
+    profile, text = cProfile.Profile(), io.StringIO()
+    profile.enable()
+    for _ in range(steps):
+        llm._step()
+    profile.disable()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
+    return "\n".join(line[:110] for line in text.getvalue().splitlines()[7:] if line.strip())
+
+
 def kernels(llm: Any, steps: int) -> list[tuple[str, int, float]]:
     """(name, launches, microseconds) of each kernel, a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -86,7 +100,7 @@ def main() -> None:
     print(llm.engine.loop.runner.timeline)
     out: dict[str, Any] = {}
     for batch in (int(size) for size in sys.argv[2].split(",")):
-        settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 else 1024)
+        settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 and sys.argv[4].isdigit() else 1024)
         wall, host = host_times(llm, 100)
         table = kernels(llm, 5)
         device = sum(row[2] for row in table) / 1000
@@ -94,6 +108,8 @@ def main() -> None:
             f"batch {batch}: wall {wall:.3f} ms, device {device:.3f} ms, host",
             {k: round(v, 3) for k, v in host.items()},
         )
+        if "--host" in sys.argv:
+            print(profile_host(llm, 50))
         for name, count, micros in table[:16]:
             print(f"    {micros:9.1f} us {count:6.1f} x {name}")
         out[str(batch)] = {"wall_ms": wall, "device_ms": device, "host_ms": host, "kernels": table}

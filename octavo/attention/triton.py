@@ -17,13 +17,25 @@ from torch import Tensor
 from octavo.attention.base import AttentionShape, Capabilities, KVPool, StepBatch
 from octavo.kernels import reference
 from octavo.kernels.gpu.decode import Partials, decode_attention
-from octavo.kernels.gpu.prefill import prefill_attention, prefix_attention, tile_tokens
+from octavo.kernels.gpu.prefill import can_read_own, prefill_attention, prefix_attention, tile_tokens
 from octavo.kernels.gpu.rope import norm_rotate_write
 from octavo.kernels.gpu.step import META_WORDS, Cut, StepTables
 
 KEY_BLOCK = 64  # decode items hold a multiple of so many keys
 WAVES = 3  # decode programs that one multiprocessor should get at least
 PREFIX_SPLITS = 8
+
+
+def cut_for(shape: AttentionShape, dtype: torch.dtype, lanes: int, processors: int) -> Cut:
+    """How to cut the attention work of `lanes` rows for a device with so many multiprocessors."""
+    items = max(-(-processors * WAVES // shape.kv_heads), 2 * lanes)
+    tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
+    return Cut(items, KEY_BLOCK, KEY_BLOCK, tile)
+
+
+def partials_for(shape: AttentionShape, items: int, rows: int, device: torch.device) -> Partials:
+    """Room for the partial results of steps of up to `items` decode items and `rows` decode rows."""
+    return Partials.empty(items, rows, PREFIX_SPLITS, shape.heads, shape.head_dim, device)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,10 @@ class TritonPlan:
     step: StepTables
     tables_SM: Tensor
     slots_T: Tensor
+    partials: Partials | None = None
+    """None for steps without decode rows"""
+    exact: bool = False
+    """the launch has no padding tokens, so that every token of the step is finite"""
 
 
 class TritonAttention:
@@ -63,29 +79,19 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
         self.shape = shape
-        self.tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
-        self._partials: Partials | None = None
-
-    def cut(self, lanes: int, processors: int) -> Cut:
-        """How to cut the work of `lanes` rows for a device with so many multiprocessors."""
-        items = max(-(-processors * WAVES // self.shape.kv_heads), 2 * lanes)
-        return Cut(items, KEY_BLOCK, KEY_BLOCK, self.tile, self.shape.window)
-
-    def reserve(self, items: int, rows: int, device: torch.device) -> None:
-        """Allocate partial results for steps of up to `items` decode items and `rows` decode rows."""
-        shape = self.shape
-        self._partials = Partials.empty(items, rows, PREFIX_SPLITS, shape.heads, shape.head_dim, device)
+        self._dtype = dtype
 
     def plan(self, batch: StepBatch, block_size: int) -> TritonPlan:
         """The tables of a step in which every row is host-fed."""
         rows, tokens = len(batch.kv_lens_R), len(batch.ids_T)
         device = batch.ids_T.device
+        tile = cut_for(self.shape, self._dtype, 1, 1).tile
         lengths_R = batch.starts_R1.diff()
-        tiles_R = (lengths_R + self.tile - 1) // self.tile
+        tiles_R = (lengths_R + tile - 1) // tile
         lane_Q = torch.repeat_interleave(torch.arange(rows, device=device), tiles_R)
         place_Q = torch.arange(len(lane_Q), device=device) - (tiles_R.cumsum(0) - tiles_R)[lane_Q]
         step = StepTables(rows, 1, 1, len(lane_Q), device)
-        step.tiles_2Q.copy_(torch.stack((lane_Q, place_Q * self.tile)))
+        step.tiles_2Q.copy_(torch.stack((lane_Q, place_Q * tile)))
         counts = torch.tensor([rows, tokens, 0, 0, 0, len(lane_Q), 0, 0], dtype=torch.int32)
         step.meta.copy_(counts[:META_WORDS])
         step.rows_CR[0] = torch.arange(rows, device=device)
@@ -106,35 +112,32 @@ class TritonAttention:
         plan: TritonPlan,
     ) -> Tensor:  # fmt: skip
         """q/k norm, rotation and KV write of the qkv product in one kernel, then attention; o_THD."""
-        q_THD = norm_rotate_write(
+        qk_TJD = norm_rotate_write(
             qkv_TJD, norm, rope_PD, plan.step.positions_T, plan.slots_T, pool.keys[layer], pool.values[layer]
         )
-        return self._attend(layer, q_THD, pool, plan)
+        own = None
+        if plan.exact and can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
+            own = qk_TJD, qkv_TJD
+        return self._attend(layer, qk_TJD[:, : self.shape.heads], pool, plan, own)
 
-    def _attend(self, layer: int, q_THD: Tensor, pool: KVPool, plan: TritonPlan) -> Tensor:
+    def _attend(
+        self, layer: int, q_THD: Tensor, pool: KVPool, plan: TritonPlan, own: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         shape, sizes, step = self.shape, plan.sizes, plan.step
         keys, values = pool.keys[layer], pool.values[layer]
-        o_THD = torch.empty_like(q_THD)
-        if sizes.items and self._partials is not None:
+        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        if sizes.items and plan.partials is not None:
             if sizes.prefix:
                 prefix_attention(
-                    q_THD, keys, values, plan.tables_SM, step, self._partials, shape.scale, shape.softcap, sizes.lanes
+                    q_THD, keys, values, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap, sizes.lanes
                 )
             decode_attention(
-                q_THD, keys, values, o_THD, plan.tables_SM, step, self._partials, shape.scale, shape.softcap,
-                sizes.lanes, sizes.items, sizes.prefix,
+                q_THD, keys, values, o_THD, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap,
+                shape.window, sizes.lanes, sizes.items, sizes.prefix,
             )  # fmt: skip
         if sizes.tiles:
             prefill_attention(
-                q_THD,
-                keys,
-                values,
-                o_THD,
-                plan.tables_SM,
-                step,
-                shape.scale,
-                shape.softcap,
-                shape.window,
+                q_THD, keys, values, own, o_THD, plan.tables_SM, step, shape.scale, shape.softcap, shape.window,
                 sizes.tiles,
-            )
+            )  # fmt: skip
         return o_THD

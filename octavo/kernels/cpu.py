@@ -14,10 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import silu_and_mul
+from octavo.kernels.reference import rms_norm, silu_and_mul
 
 LinearFn = Callable[[Tensor], Tensor]
 """x_TI -> y_TO for one weight that is already in its final layout"""
+AddFn = Callable[[Tensor, Tensor], Tensor]
+"""(x_TI, residual_TO) -> residual + product; the residual may be overwritten"""
+Norm = tuple[Tensor, float]
+"""weight_I and eps of an RMS norm"""
 
 _PACK_TOKENS = 64
 """the number of tokens oneDNN chooses the packed layout for; within 3 % of the best for 1 to 2048"""
@@ -44,21 +48,31 @@ def _packed(weight_OI: Tensor, bias_O: Tensor | None, epilogue: str) -> LinearFn
     return apply
 
 
-def linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearFn:
-    """y = x W^T + b, with the weight packed when that is supported."""
+def _after(norm: Norm | None, apply: LinearFn) -> LinearFn:
+    return apply if norm is None else lambda x_TI: apply(rms_norm(x_TI, *norm))
+
+
+def linear(weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+    """y = norm(x) W^T + b, with the weight packed when that is supported."""
     if can_pack(weight_OI):
-        return _packed(weight_OI, bias_O, "none")
-    return lambda x_TI: torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+        return _after(norm, _packed(weight_OI, bias_O, "none"))
+    return _after(norm, lambda x_TI: torch.nn.functional.linear(x_TI, weight_OI, bias_O))
 
 
-def gated_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearFn:
-    """silu(x G^T) * (x U^T), where the rows of the weight are G, then U."""
+def linear_add(weight_OI: Tensor, bias_O: Tensor | None) -> AddFn:
+    """x W^T + b + residual."""
+    apply = linear(weight_OI, bias_O)
+    return lambda x_TI, residual_TO: apply(x_TI) + residual_TO
+
+
+def gated_linear(weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+    """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
     if not can_pack(weight_OI):
-        return lambda x_TI: silu_and_mul(torch.nn.functional.linear(x_TI, weight_OI, bias_O))
+        return _after(norm, lambda x_TI: silu_and_mul(torch.nn.functional.linear(x_TI, weight_OI, bias_O)))
     size = weight_OI.shape[0] // 2
     gate = _packed(weight_OI[:size], None if bias_O is None else bias_O[:size], "swish")
     up = _packed(weight_OI[size:], None if bias_O is None else bias_O[size:], "none")
-    return lambda x_TI: gate(x_TI).mul_(up(x_TI))
+    return _after(norm, lambda x_TI: gate(x_TI).mul_(up(x_TI)))
 
 
 def rotate(x_TJD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

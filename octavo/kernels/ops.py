@@ -13,29 +13,30 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import cpu, reference
-from octavo.kernels.cpu import LinearFn
+from octavo.kernels.cpu import AddFn, LinearFn, Norm
 
 
 @dataclass(frozen=True)
 class Ops:
     """The kernels of one device; each field has the contract of the function of that name in `reference`,
-    `linear` and `gated_linear` that of `octavo.kernels.cpu`."""
+    the products those of `octavo.kernels.cpu`."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    linear: Callable[[Tensor, Tensor | None], LinearFn]
-    gated_linear: Callable[[Tensor, Tensor | None], LinearFn]
+    linear: Callable[[Tensor, Tensor | None, Norm | None], LinearFn]
+    gated_linear: Callable[[Tensor, Tensor | None, Norm | None], LinearFn]
+    linear_add: Callable[[Tensor, Tensor | None], AddFn]
 
 
-_TORCH = Ops("torch", reference.rms_norm, reference.add_rms_norm, cpu.rotate, cpu.linear, cpu.gated_linear)
+_TORCH = Ops("torch", reference.rms_norm, cpu.rotate, cpu.linear, cpu.gated_linear, cpu.linear_add)
 
 
 def ops_for(device: torch.device) -> Ops:
     """The fastest installed kernels for `device`: Triton's on CUDA, else torch, which runs on every device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from octavo.kernels.gpu import ops as gpu
+        from octavo.kernels.gpu.ops import CudaOps, rms_norm
 
-        return Ops("triton", gpu.rms_norm, gpu.add_rms_norm, reference.rotate, gpu.linear, gpu.gated_linear)
+        ops = CudaOps(device)
+        return Ops("triton", rms_norm, reference.rotate, ops.linear, ops.gated_linear, ops.linear_add)
     return _TORCH

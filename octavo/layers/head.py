@@ -13,7 +13,7 @@ class Head:
     """logits = hidden W^T, scaled and soft-capped. The weight may be the embedding table (tied)."""
 
     def __init__(self, ops: Ops, weight_VI: Tensor, scale: float, softcap: float) -> None:
-        self.product = ops.linear(weight_VI, None)
+        self.product = ops.linear(weight_VI, None, None)
         self._scale = scale
         self._softcap = softcap
 

@@ -1,9 +1,10 @@
-"""RMS norm (Zhang and Sennrich 2019), alone and with the residual sum before it. T tokens, I features."""
+"""RMS norm (Zhang and Sennrich 2019). T tokens, I features."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from octavo.kernels.cpu import Norm
 from octavo.layers.base import Weights
 
 
@@ -19,6 +20,7 @@ class RmsNorm:
         """Norm of x."""
         return self._ops.rms_norm(x_TI, self._weight_I, self._eps)
 
-    def add(self, x_TI: Tensor, residual_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + residual, its norm): the new residual stream and the input of the next sub-layer."""
-        return self._ops.add_rms_norm(x_TI, residual_TI, self._weight_I, self._eps)
+    @property
+    def parts(self) -> Norm:
+        """(weight_I, eps), for a product that norms its input itself."""
+        return self._weight_I, self._eps

@@ -31,7 +31,10 @@ from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 
 class _Layer:
-    """One decoder block: norm, attention, norm, MLP; in some families a norm after each, too."""
+    """One decoder block: norm, attention, norm, MLP; in some families a norm after each, too.
+
+    Where nothing lies between a product and the sum with the stream, the sub-layers do norm and sum themselves.
+    """
 
     def __init__(self, weights: Weights, index: int, spec: ModelSpec, layer: LayerSpec) -> None:
         prefix, hidden = f"layers.{index}.", spec.hidden_size
@@ -39,8 +42,13 @@ class _Layer:
         def norm(name: str) -> RmsNorm:
             return RmsNorm(weights, prefix + name, hidden, spec.norm_eps)
 
-        self.attention_norm = norm("attn_norm")
-        self.attention = Attention(
+        self._attention_norm, self._mlp_norm = norm("attn_norm"), norm("mlp_norm")
+        self._after_attention = norm("post_attn_norm") if spec.post_norms else None
+        self._after_mlp = norm("post_mlp_norm") if spec.post_norms else None
+        self._scale = spec.residual_scale
+        plain = self._scale == 1.0 and not spec.post_norms
+        self._attention_adds, self._mlp_adds = plain, plain and not layer.experts
+        self._attention = Attention(
             weights,
             index,
             hidden,
@@ -50,16 +58,30 @@ class _Layer:
             layer.qkv_bias,
             layer.o_bias,
             spec.norm_eps if layer.qk_norm else None,
+            self._attention_norm.parts if self._attention_adds else None,
         )
-        self.mlp_norm = norm("mlp_norm")
-        self.mlp: Callable[[Tensor], Tensor]
+        self._mlp: Callable[[Tensor], Tensor]
         if layer.experts:
             chosen, normalise = layer.experts_per_token, layer.norm_expert_weights
-            self.mlp = Moe(weights, prefix, hidden, layer.mlp_size, layer.experts, chosen, normalise)
+            self._mlp = Moe(weights, prefix, hidden, layer.mlp_size, layer.experts, chosen, normalise)
         else:
-            self.mlp = Mlp(weights, prefix, hidden, layer.mlp_size, layer.mlp_bias, spec.activation)
-        self.after_attention = norm("post_attn_norm") if spec.post_norms else None
-        self.after_mlp = norm("post_mlp_norm") if spec.post_norms else None
+            before = self._mlp_norm.parts if self._mlp_adds else None
+            self._mlp = Mlp(weights, prefix, hidden, layer.mlp_size, layer.mlp_bias, spec.activation, before)
+
+    def __call__(self, stream_TI: Tensor, mix: Mix) -> Tensor:
+        """The residual stream after this block; the one before may be overwritten."""
+        if self._attention_adds:
+            stream_TI = self._attention(stream_TI, mix)
+        else:
+            y_TI = self._attention(self._attention_norm(stream_TI), mix)
+            stream_TI = self._sum(y_TI, self._after_attention, stream_TI)
+        if self._mlp_adds:
+            return self._mlp(stream_TI)
+        return self._sum(self._mlp(self._mlp_norm(stream_TI)), self._after_mlp, stream_TI)
+
+    def _sum(self, y_TI: Tensor, norm: RmsNorm | None, stream_TI: Tensor) -> Tensor:
+        y_TI = y_TI if norm is None else norm(y_TI)
+        return (y_TI if self._scale == 1.0 else y_TI * self._scale) + stream_TI
 
 
 class Decoder:
@@ -129,33 +151,22 @@ class Decoder:
             q_THD, k_TKD, v_TKD = qk_TJD[:, :heads], qk_TJD[:, heads:], qkv_TJD[:, both:]
             return self.backends[window].run(layer, q_THD, k_TKD, v_TKD, pool, plans[window])
 
-        return self.forward_with(batch.ids_T, mix)
+        return self.normed(self.forward_with(batch.ids_T, mix))
 
     def forward_with(self, ids_T: Tensor, mix: Mix) -> Tensor:
-        """All layers, with the caller's way to do what lies between the qkv product and the output product."""
-        scale = self.spec.residual_scale
+        """The residual stream after all layers, with the caller's way to do what lies between the products."""
         stream_TI = self._embed(ids_T)
-        delta_TI: Tensor | None = None
         for layer in self._layers:
-            if delta_TI is None:
-                x_TI = layer.attention_norm(stream_TI)
-            else:
-                stream_TI, x_TI = layer.attention_norm.add(delta_TI, stream_TI)
-            y_TI = layer.attention(x_TI, mix)
-            if layer.after_attention is not None:
-                y_TI = layer.after_attention(y_TI)
-            stream_TI, x_TI = layer.mlp_norm.add(_scaled(y_TI, scale), stream_TI)
-            delta_TI = layer.mlp(x_TI)
-            if layer.after_mlp is not None:
-                delta_TI = layer.after_mlp(delta_TI)
-            delta_TI = _scaled(delta_TI, scale)
-        if delta_TI is None:
-            return self._norm(stream_TI)
-        return self._norm.add(delta_TI, stream_TI)[1]
+            stream_TI = layer(stream_TI, mix)
+        return stream_TI
 
-    def rope_table(self, positions: int) -> Tensor:
-        """rope_PD: cosines, then sines, of the first `positions` positions, in the model dtype."""
-        cos_PD, sin_PD = self._rope(torch.arange(positions, device=self.device))
+    def normed(self, stream_TI: Tensor) -> Tensor:
+        """The last norm, of any of the tokens."""
+        return self._norm(stream_TI)
+
+    def rope_table(self, positions: int, window: int = 0) -> Tensor:
+        """rope_PD: cosines, then sines, of the first `positions` positions, for layers with or without a window."""
+        cos_PD, sin_PD = (self._window_rope if window else self._rope)(torch.arange(positions, device=self.device))
         half = self.spec.head_dim // 2
         return torch.cat((cos_PD[:, :half], sin_PD[:, half:]), dim=-1)
 
@@ -166,7 +177,3 @@ class Decoder:
     def raw_logits(self, hidden_NI: Tensor) -> Tensor:
         """The head's product in the model dtype: `logits` before `spec.logit_scale` and `spec.logit_softcap`."""
         return self._head.product(hidden_NI)
-
-
-def _scaled(x_TI: Tensor, scale: float) -> Tensor:
-    return x_TI if scale == 1.0 else x_TI * scale

@@ -52,11 +52,11 @@ class CudaRows:
                 self._members = self._members[:0]
 
     def shared_columns(self, view: PlanView, block_size: int) -> int:
-        """Leading full blocks that all rows of a decode plan have in common and have computed."""
-        rows = view.device_rows
+        """Leading full blocks that all decode rows of a plan have in common and have computed."""
+        rows = view.device_rows[: view.decode_rows]
         if not np.array_equal(rows, self._members):
             self._members = rows.copy()
-            self._columns = self._compare(rows, int(view.start.min()) // block_size)
+            self._columns = self._compare(rows, int(view.start[: len(rows)].min()) // block_size)
         return self._columns
 
     def _compare(self, rows: np.ndarray, columns: int) -> int:

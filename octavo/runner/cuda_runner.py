@@ -1,9 +1,9 @@
 """CudaRunner: plans executed by captured graphs on one CUDA device.
 
-A step is one copy of the plan's words to the device, a graph B (writes of the plan, all layers, hidden states of the
-rows that sample) and a graph S (head, tokens), one copy of the tokens back, and an event. B exists per number of
-decode rows and per number of tokens of a mixed step, S per number of samples; a step larger than the largest of them
-is launched kernel by kernel. A step with a rare row runs the torch sampler instead of S.
+A step is one copy of the plan's words to the device, a graph B (writes of the plan, all layers, the stream of the
+rows that sample), a graph S (last norm, head, tokens), one copy of the tokens back, and an event. B exists per number
+of decode rows and per number of tokens of a mixed step, S per number of samples; a step larger than the largest of
+them is launched kernel by kernel. A step with a rare row runs the torch sampler instead of S.
 
 The host buffers rotate: one is written again only when the step that used it is done. Nothing else is shared with
 the device, and all device work is on one stream, in the order of the plans.
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.base import KVPool
-from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
-from octavo.errors import EngineError, invariant
+from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
+from octavo.errors import ConfigError, EngineError, invariant
 from octavo.kernels.gpu.sample import sample as sample_on_device
 from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
 from octavo.layers.attention import HeadNorm
@@ -31,12 +31,20 @@ from octavo.runner.base import StepError, StepResult
 from octavo.runner.cuda_rows import CudaRows
 from octavo.runner.graphs import Graphs
 from octavo.runner.step import sample, sampled_rows
-from octavo.scheduler.plan import HEADER_WORDS, PARAM_WORDS, RARE, SAMPLE, SECTIONS, PlanDraft, PlanView
+from octavo.scheduler.plan import (
+    HEADER_WORDS,
+    PARAM_WORDS,
+    RARE,
+    SAMPLE,
+    SECTIONS,
+    PlanDraft,
+    PlanView,
+    table_capacity,
+)
 
 HOST_BUFFERS = 4  # steps whose host buffers may be in use
 PREFIX_ROWS = 8  # decode rows from which a shared prefix is read once ...
 PREFIX_KEYS = 65536  # ... when that spares reading at least so many keys
-_EXTRA_WORDS = 128  # words of EXTRAS per row that a plan may hold
 
 
 def decode_sizes(rows: int) -> list[int]:
@@ -83,16 +91,21 @@ class CudaRunner:
     """Runs `decoder` with `rows` sequences of up to `max_len` tokens, `max_tokens` a step; see `Runner`.
 
     `blocks` KV blocks, the padding block included; `set_pool` may change their number as long as no graph exists.
-    `eager`: no graphs. The decoder's backend must be `TritonAttention`.
+    `eager`: no graphs. The decoder's backends must be `TritonAttention`.
     """
 
     def __init__(
         self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int, max_tokens: int, eager: bool
     ) -> None:
-        backend, device = decoder.backend, decoder.device
-        invariant(isinstance(backend, TritonAttention), "the CUDA runner has the Triton backend")
+        device = decoder.device
+        self._backends: dict[int, TritonAttention] = {}  # by window
+        for window, backend in decoder.backends.items():
+            if not isinstance(backend, TritonAttention):
+                raise ConfigError("The CUDA runner needs the Triton backend.", "Leave the choice to Octavo.")
+            self._backends[window] = backend
+        self._windows = [layer.window for layer in decoder.spec.layers]
+        self._shape = self._backends[self._windows[0]].shape
         self.decoder, self.block_size, self.device = decoder, block_size, device
-        self._backend: TritonAttention = backend  # type: ignore[assignment]
         columns = -(-max_len // block_size)
         self.rows = CudaRows(rows + 1, columns, device)
         self.max_rows, self.max_tokens = rows, max_tokens
@@ -100,13 +113,15 @@ class CudaRunner:
         self._token_sizes = token_sizes(max_tokens)
         on_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
-        items = self._cut(rows).items + rows
-        self.step = StepTables(rows, max_tokens, items, max_tokens // self._backend.tile + rows + 1, device)
-        self._backend.reserve(items, rows, device)
-        self._rope_PD = decoder.rope_table(max_len)
+        cut = self._cut(rows)
+        items, self._tile = cut.items + rows, cut.tile
+        self.step = StepTables(rows, max_tokens, items, max_tokens // cut.tile + rows + 1, device)
+        self._partials = partials_for(self._shape, items, rows, device)
+        self._ropes = {window: decoder.rope_table(max_len, window) for window in self._backends}
         self._picked_RI = torch.zeros((rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=device)
         self._out_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        words = HEADER_WORDS + rows * (4 + 3 + PARAM_WORDS + 4 + _EXTRA_WORDS) + 3 * columns + max_tokens + 4096
+        words = HEADER_WORDS + rows * (4 + PARAM_WORDS + 4) + 3 * table_capacity(rows, columns)
+        words += max_tokens + 4096
         self._words = torch.zeros(RUN_WORDS.value + words, dtype=torch.int32, device=device)
         self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
         self._turn = 0
@@ -130,8 +145,8 @@ class CudaRunner:
         lengths[-1] = self.max_tokens - length * (rows - 1) if rows * length > self.max_tokens else length
         zeros = np.zeros(rows, np.int64)
         self._send(draft.encode((zeros, zeros, lengths, zeros + SAMPLE), 0), 0, self._buffers[0])
-        tiles = int((-(-lengths // self._backend.tile)).sum())
-        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles))
+        tiles = int((-(-lengths // self._tile)).sum())
+        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, True), exact=True)
         self.run_sample(self._decode_sizes[-1], True, True)
 
     @torch.inference_mode()
@@ -139,6 +154,9 @@ class CudaRunner:
         """Capture B and S for every number of decode rows; the other graphs are captured when first used."""
         none = np.zeros(0, np.int64)
         self._send(PlanDraft(0).encode((none, none, none, none), 0), 0, self._buffers[0])
+        for size in (1, 64):  # compile what steps with a shared prefix will need
+            if size <= self._decode_sizes[-1]:
+                self.run_body(Sizes(size, size, self._cut(size).items + size, 0, True))
         for size in reversed(self._decode_sizes):
             for random in (False, True):
                 self._run_sample_graph(size, random, False)
@@ -200,8 +218,12 @@ class CudaRunner:
         return ticket
 
     def _send(self, words: NDArray[np.int32], prefix: int, buffer: _HostBuffer) -> None:
-        """The runner's words, then the plan's, in one copy."""
-        head = RUN_WORDS.value
+        """The runner's words, then the plan's but for EXTRAS, which no kernel reads, in one copy."""
+        head, at = RUN_WORDS.value, 8 + 2 * SECTIONS.index("extras")
+        if words[at + 1]:
+            extras, count = int(words[at]), int(words[at + 1])
+            words = np.delete(words, slice(extras, extras + count))
+            words[at + 2] -= count  # TOKENS, the section after it
         end = head + len(words)
         if end > len(self._words):
             raise StepError(f"A plan of {len(words)} words; there is room for {len(self._words) - head}.")
@@ -216,15 +238,15 @@ class CudaRunner:
         self.pool.copy_blocks(pairs[:, 0], pairs[:, 1])
 
     def _shared_prefix(self, view: PlanView) -> int:
-        """Keys that all rows share, when reading them once pays; else 0."""
-        rows = view.rows
-        if rows < PREFIX_ROWS or view.decode_rows != rows or self._backend.shape.window:
+        """Keys that all decode rows share, when reading them once pays; else 0."""
+        rows = view.decode_rows
+        if rows < PREFIX_ROWS or any(self._windows):
             return 0
         keys = self.rows.shared_columns(view, self.block_size) * self.block_size
         return keys if keys * (rows - 1) >= PREFIX_KEYS else 0
 
     def _cut(self, lanes: int) -> Cut:
-        return self._backend.cut(lanes, self._processors)
+        return cut_for(self._shape, self.decoder.dtype, lanes, self._processors)
 
     def _body(self, view: PlanView, prefix: int) -> None:
         """Graph B, or its kernels one by one."""
@@ -239,14 +261,14 @@ class CudaRunner:
             self._run_decode_graph(self.decode_size(rows), prefix > 0)
             return
         chunks = view.length[decodes:]
-        tiles = int((-(-chunks // self._backend.tile)).sum())
+        tiles = int((-(-chunks // self._tile)).sum())
         size = next((size for size in self._token_sizes if size >= tokens), 0)
-        sizes = self.mixed_launch(size)
+        sizes = self.mixed_launch(size, prefix > 0)
         if size and tiles <= sizes.tiles:
-            self.graphs.run(("mixed", size), lambda: self.run_body(sizes))
+            self.graphs.run(("mixed", size, prefix > 0), lambda: self.run_body(sizes))
         else:
             items = self._cut(decodes).items + decodes if decodes else 0
-            self.run_body(Sizes(tokens, rows, items, tiles))
+            self.run_body(Sizes(tokens, rows, items, tiles, prefix > 0), exact=True)
 
     def decode_size(self, rows: int) -> int:
         """The graph size that serves `rows` rows."""
@@ -259,26 +281,30 @@ class CudaRunner:
     def _run_sample_graph(self, size: int, random: bool, filters: bool) -> None:
         self.graphs.run(("sample", size, random, filters), lambda: self.run_sample(size, random, filters))
 
-    def mixed_launch(self, size: int) -> Sizes:
+    def mixed_launch(self, size: int, prefix: bool) -> Sizes:
         """What graph B of a mixed step of `size` tokens is launched for: all rows may decode, or be short chunks."""
         lanes = min(size, self.max_rows)
-        return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._backend.tile + min(lanes, 64))
+        return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._tile + min(lanes, 64), prefix)
 
-    def run_body(self, sizes: Sizes) -> None:
-        """Everything from the plan's words on the device to the hidden states of the rows that sample."""
+    def run_body(self, sizes: Sizes, exact: bool = False) -> None:
+        """Everything from the plan's words on the device to the stream of the last tokens of rows that sample.
+
+        `exact`: the plan in the buffer has exactly these sizes.
+        """
         step, rows = self.step, self.rows
         begin(
             self._words, step, rows.tables_SM, rows.params_SP, rows.last_token_S, self._cut(sizes.lanes),
             self.block_size, sizes.lanes, sizes.tokens,
         )  # fmt: skip
-        plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens])
+        plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens], self._partials, exact)
 
         def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
-            return self._backend.run_qkv(layer, qkv_TJD, norm, self._rope_PD, self.pool, plan)
+            window = self._windows[layer]
+            return self._backends[window].run_qkv(layer, qkv_TJD, norm, self._ropes[window], self.pool, plan)
 
-        hidden_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
+        stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
         last_R = step.samples_3R[0, : sizes.lanes]
-        torch.index_select(hidden_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
+        torch.index_select(stream_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
 
     def _sample(self, view: PlanView, samples: int) -> None:
         """Graph S."""
@@ -291,7 +317,7 @@ class CudaRunner:
     def run_sample(self, size: int, random: bool, filters: bool) -> None:
         """Head and sampling of up to `size` samples."""
         spec, rows = self.decoder.spec, self.rows
-        logits_NV = self.decoder.raw_logits(self._picked_RI[:size])
+        logits_NV = self.decoder.raw_logits(self.decoder.normed(self._picked_RI[:size]))
         sample_on_device(
             logits_NV, self.step, rows.params_SP, rows.last_token_S, self._out_R, spec.logit_scale,
             spec.logit_softcap, random, filters,
@@ -299,7 +325,7 @@ class CudaRunner:
 
     def _rare_sample(self, view: PlanView, samples: int) -> StepResult:
         """The torch sampler, for steps with a row that S cannot serve."""
-        logits_NV = self.decoder.logits(self._picked_RI[:samples])
+        logits_NV = self.decoder.logits(self.decoder.normed(self._picked_RI[:samples]))
         tokens_N, result = sample(logits_NV, view, sampled_rows(view), self.rows)
         self._out_R[:samples] = tokens_N.to(torch.int32)
         return result

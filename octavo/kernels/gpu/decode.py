@@ -19,12 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu.step import (
-    C_BEGIN,
     C_CHUNKS,
-    C_KEYS,
-    C_ROW,
     C_SLOT,
-    M_CHUNK,
+    I_FROM,
+    I_LANE,
+    I_LENGTH,
+    I_PLACE,
+    I_ROW,
+    I_TO,
+    ITEM_WORDS,
     M_DECODE,
     M_ITEMS,
     StepTables,
@@ -33,6 +36,7 @@ from octavo.kernels.gpu.step import (
 LOG2_E = 1.4426950408889634
 # Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32.
 TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2)}
+_FEW = 32  # rows up to which `merge` reads many partial results of one head at once
 _NEG = tl.constexpr(-1.0e30)
 
 
@@ -70,29 +74,30 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    Q, KEYS, VALUES, OUT, PART, LSE, TABLES, META, ROWS, ITEMS, R, M, items_cap, scale,
+    Q, KEYS, VALUES, OUT, PART, LSE, TABLES, META, ITEMS, M, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, PREFIX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    item = tl.program_id(1)
-    if item >= tl.load(META + M_ITEMS):
+    item = ITEMS + tl.program_id(1) * ITEM_WORDS
+    lane = tl.load(item + I_LANE).to(tl.int64)  # before the count is known: one wait instead of two
+    table = TABLES + tl.load(item + I_ROW).to(tl.int64) * M
+    lo = tl.load(item + I_FROM)
+    hi = tl.load(item + I_TO)
+    length = tl.load(item + I_LENGTH)
+    place = tl.load(item + I_PLACE).to(tl.int64)
+    if tl.program_id(1) >= tl.load(META + M_ITEMS):
         return
-    lane = tl.load(ITEMS + item)
-    part = tl.load(ITEMS + items_cap + item)
-    chunk = tl.load(META + M_CHUNK)
-    lo = tl.load(ROWS + C_BEGIN * R + lane) + part * chunk
-    hi = tl.minimum(lo + chunk, tl.load(ROWS + C_KEYS * R + lane))
-    table = TABLES + tl.load(ROWS + C_ROW * R + lane).to(tl.int64) * M
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
     heads = head * G + g
     wanted = (g < G)[:, None] & (d < D)[None, :]
-    q = tl.load(Q + (lane.to(tl.int64) * H + heads)[:, None] * D + d[None, :], mask=wanted, other=0.0)
+    q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
     m = tl.full([GP], _NEG, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, BD], tl.float32)
+    if WINDOW > 0:
+        lo = tl.maximum(lo, length - WINDOW)
     for n0 in range(lo, hi, BN):
         n = n0 + tl.arange(0, BN)
         ok = n < hi
@@ -109,46 +114,50 @@ def _decode(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = top
-    acc = acc / total[:, None]
-    if tl.load(ROWS + C_CHUNKS * R + lane) == 1 and not PREFIX:
-        out = OUT + (lane.to(tl.int64) * H + heads)[:, None] * D + d[None, :]
+    seen = total > 0.0  # an item behind the window sees nothing
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    if place < 0:
+        out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
     else:
-        place = (tl.load(ROWS + C_SLOT * R + lane) + part).to(tl.int64) * H + heads
-        tl.store(PART + place[:, None] * D + d[None, :], acc, mask=wanted)
-        tl.store(LSE + place, m + tl.log2(total), mask=g < G)
+        at = place * H + heads
+        tl.store(PART + at[:, None] * D + d[None, :], acc, mask=wanted)
+        tl.store(LSE + at, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), -float("inf")), mask=g < G)
 
 
 @triton.jit
 def _merge(
-    OUT, PART, LSE, META, ROWS, R, first, stride,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr, BU: tl.constexpr,
+    OUT, PART, LSE, META, ROWS, R, first,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr, BU: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0)
-    head = tl.program_id(1)
     chunks = tl.load(ROWS + C_CHUNKS * R + lane)
+    slot = tl.load(ROWS + C_SLOT * R + lane)
     if (lane >= tl.load(META + M_DECODE)) | ((chunks == 1) & (PREFIX == 0)):
         return
-    slot = tl.load(ROWS + C_SLOT * R + lane)
+    heads = tl.program_id(1) * HB + tl.arange(0, HB)
     d = tl.arange(0, BD)
-    m = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BD], tl.float32)
+    m = tl.full([HB], -float("inf"), tl.float32)
+    total = tl.zeros([HB], tl.float32)
+    acc = tl.zeros([HB, BD], tl.float32)
     for i in range(0, chunks + PREFIX, BU):
         u = i + tl.arange(0, BU)
-        ok = u < chunks + PREFIX
-        place = tl.where(u < chunks, slot + u, first + (u - chunks) * stride + lane).to(tl.int64) * H + head
-        lse = tl.load(LSE + place, mask=ok, other=-float("inf"))
+        place = tl.where(u < chunks, slot + u, first + (u - chunks) * R + lane).to(tl.int64)
+        at = place[:, None] * H + heads[None, :]
+        ok = (u < chunks + PREFIX)[:, None] & (heads < H)[None, :]
+        lse = tl.load(LSE + at, mask=ok, other=-float("inf"))
         top = tl.maximum(m, tl.max(lse, 0))
         base = tl.where(top == -float("inf"), 0.0, top)
-        weight = tl.exp2(lse - base)
+        weight = tl.exp2(lse - base[None, :])
         shrink = tl.exp2(m - base)
-        part = tl.load(PART + place[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        inside = (weight > 0.0)[:, :, None] & (d < D)[None, None, :]
+        part = tl.load(PART + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         m = top
-    out = OUT + (lane.to(tl.int64) * H + head) * D + d
-    tl.store(out, (acc / total).to(OUT.dtype.element_ty), mask=d < D)
+    out = OUT + (lane.to(tl.int64) * H + heads)[:, None] * D + d[None, :]
+    wanted = (heads < H)[:, None] & (d < D)[None, :]
+    tl.store(out, (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(OUT.dtype.element_ty), mask=wanted)
 
 
 def precision_of(q_THD: Tensor) -> str:
@@ -166,6 +175,7 @@ def decode_attention(
     partials: Partials,
     scale: float,
     softcap: float,
+    window: int,
     lanes: int,
     items: int,
     prefix: bool,
@@ -177,17 +187,17 @@ def decode_attention(
     heads, dim = q_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
-    width = triton.next_power_of_2(dim)
+    width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else "half"]
     _decode[(kv_heads, items)](
-        q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
-        step.items_2I, rows, tables_SM.shape[1], step.items_2I.shape[1], scale * LOG2_E,
-        heads, kv_heads, group, max(16, triton.next_power_of_2(group)), dim, width, block_size,
-        block, softcap, prefix, precision_of(q_THD), num_warps=warps, num_stages=stages,
+        q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.items_I8,
+        tables_SM.shape[1], q_THD.stride(0), scale * LOG2_E, heads, kv_heads, group, padded, dim, width, block_size,
+        block, softcap, window, precision_of(q_THD), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     first = partials.o_UHD.shape[0] - partials.prefix_splits * rows
-    _merge[(lanes, heads)](
-        out_THD, partials.o_UHD, partials.lse_UH, step.meta, step.rows_CR, rows, first, rows, heads, dim, width,
-        partials.prefix_splits if prefix else 0, 16, num_warps=2,
+    at_once, many = (16, 1) if lanes <= _FEW else (2, min(8, triton.next_power_of_2(heads)))
+    _merge[(lanes, triton.cdiv(heads, many))](
+        out_THD, partials.o_UHD, partials.lse_UH, step.meta, step.rows_CR, rows, first, heads, dim, width,
+        partials.prefix_splits if prefix else 0, at_once, many, num_warps=2 if many == 1 else 4,
     )  # fmt: skip

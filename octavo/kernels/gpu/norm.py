@@ -1,4 +1,4 @@
-"""RMS norm, alone and after the residual sum, and the gated activation.
+"""RMS norm and the gated activation.
 
 Shape letters: T tokens, I features.
 """
@@ -12,16 +12,11 @@ from torch import Tensor
 
 
 @triton.jit
-def _norm(X, RESIDUAL, WEIGHT, TOTAL, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _norm(X, WEIGHT, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     ok = at < N
     x = tl.load(X + row * x_stride + at, mask=ok, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(RESIDUAL + row * N + at, mask=ok, other=0.0).to(tl.float32)
-        total = x.to(OUT.dtype.element_ty)
-        tl.store(TOTAL + row * N + at, total, mask=ok)
-        x = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
     weight = tl.load(WEIGHT + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(OUT + row * N + at, (x * inverse * weight).to(OUT.dtype.element_ty), mask=ok)
@@ -36,22 +31,8 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     tokens, size = x_TI.shape
     out_TI = torch.empty((tokens, size), dtype=x_TI.dtype, device=x_TI.device)
     block = triton.next_power_of_2(size)
-    _norm[(tokens,)](
-        x_TI, x_TI, weight_I, out_TI, out_TI, x_TI.stride(0), eps, size, block, False, num_warps=_warps(block)
-    )
+    _norm[(tokens,)](x_TI, weight_I, out_TI, x_TI.stride(0), eps, size, block, num_warps=_warps(block))
     return out_TI
-
-
-def add_rms_norm(x_TI: Tensor, residual_TI: Tensor, weight_I: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`: one pass that reads both inputs once."""
-    tokens, size = x_TI.shape
-    total_TI = torch.empty((tokens, size), dtype=x_TI.dtype, device=x_TI.device)
-    out_TI = torch.empty_like(total_TI)
-    block = triton.next_power_of_2(size)
-    _norm[(tokens,)](
-        x_TI, residual_TI, weight_I, total_TI, out_TI, x_TI.stride(0), eps, size, block, True, num_warps=_warps(block)
-    )
-    return total_TI, out_TI
 
 
 @triton.jit

@@ -1,42 +1,73 @@
-"""The kernels of CUDA devices under the names of `octavo.kernels.ops`: Triton, with cuBLAS for matrix products.
+"""The kernels of a CUDA device under the names of `octavo.kernels.ops`: Triton, with cuBLAS for large products.
 
-Shape letters: T tokens, J heads, D head dim, I inputs, O outputs of a product.
+Shape letters: T tokens, I inputs, O outputs of a product.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear as product
 
 from octavo.kernels import reference
-from octavo.kernels.cpu import LinearFn
-from octavo.kernels.gpu import norm
+from octavo.kernels.cpu import AddFn, LinearFn, Norm
+from octavo.kernels.gpu import norm as norms
+from octavo.kernels.gpu.linear import MOST_TOKENS, Scratch, stream_linear
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """`reference.rms_norm`; float64 and a weight for each head are left to torch."""
     if x_TI.dtype != torch.float64 and x_TI.dim() == 2 and x_TI.stride(1) == 1:
-        return norm.rms_norm(x_TI, weight_I, eps)
+        return norms.rms_norm(x_TI, weight_I, eps)
     return reference.rms_norm(x_TI, weight_I, eps)
-
-
-def add_rms_norm(x_TI: Tensor, residual_TI: Tensor, weight_I: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`; float64 is left to torch."""
-    if x_TI.dtype != torch.float64:
-        return norm.add_rms_norm(x_TI, residual_TI, weight_I, eps)
-    return reference.add_rms_norm(x_TI, residual_TI, weight_I, eps)
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """`reference.silu_and_mul`; float64 is left to torch."""
-    return (reference if gate_up_TI.dtype == torch.float64 else norm).silu_and_mul(gate_up_TI)
+    return (reference if gate_up_TI.dtype == torch.float64 else norms).silu_and_mul(gate_up_TI)
 
 
-def linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearFn:
-    """y = x W^T + b."""
-    return lambda x_TI: torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+class CudaOps:
+    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens in bfloat16 go through `stream_linear`."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = Scratch(device)
 
-def gated_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearFn:
-    """silu(x G^T) * (x U^T), where the rows of the weight are G, then U."""
-    return lambda x_TI: silu_and_mul(torch.nn.functional.linear(x_TI, weight_OI, bias_O))
+    def _streams(self, x_TI: Tensor) -> bool:
+        return x_TI.shape[0] <= MOST_TOKENS and x_TI.dtype == torch.bfloat16
+
+    def linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+        """y = norm(x) W^T + b."""
+
+        def apply(x_TI: Tensor) -> Tensor:
+            if norm is None:
+                return product(x_TI, weight_OI, bias_O)
+            if self._streams(x_TI):
+                return stream_linear(x_TI, weight_OI, bias_O, norm, None, False, self._scratch)
+            return product(rms_norm(x_TI, *norm), weight_OI, bias_O)
+
+        return apply
+
+    def gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+        """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
+
+        def apply(x_TI: Tensor) -> Tensor:
+            if self._streams(x_TI):
+                return stream_linear(x_TI, weight_OI, bias_O, norm, None, True, self._scratch)
+            x_TI = x_TI if norm is None else rms_norm(x_TI, *norm)
+            return silu_and_mul(product(x_TI, weight_OI, bias_O))
+
+        return apply
+
+    def linear_add(self, weight_OI: Tensor, bias_O: Tensor | None) -> AddFn:
+        """residual + x W^T + b, written over the residual."""
+        self._scratch.reserve(weight_OI.shape[0])
+
+        def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+            if self._streams(x_TI):
+                return stream_linear(x_TI, weight_OI, bias_O, None, residual_TO, False, self._scratch)
+            if bias_O is not None:
+                residual_TO.add_(bias_O)
+            return residual_TO.addmm_(x_TI, weight_OI.t())
+
+        return apply

@@ -10,10 +10,13 @@ block, S device rows and M columns of the table, U partial results.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of
 from octavo.kernels.gpu.step import (
@@ -29,7 +32,7 @@ from octavo.kernels.gpu.step import (
 
 _NEG = tl.constexpr(-1.0e30)
 # Rows of a tile (tokens times padded G), keys of a block, warps, stages: for 2-byte elements and head dims up to
-# 128, for wider heads, for float32 (exact products, no tensor cores: small tiles, or it neither compiles nor runs well).
+# 128, for wider heads, for float32 (exact products without tensor cores: large tiles hardly compile).
 TUNED = {"half": (128, 64, 4, 3), "wide": (128, 32, 8, 3), "float32": (32, 16, 4, 2)}
 
 
@@ -43,52 +46,74 @@ def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _over_keys(
+def _join(s, v, m, total, acc, seen, scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the running softmax: scores and values of some keys into maximum, sum and result."""
+    unit = scale  # scaled with the difference below, so that the compiler joins the two
+    if SOFTCAP > 0:
+        s = capped(s, scale, SOFTCAP)
+        unit = scale * 0.0 + 1.0
+    if MASKED:
+        s = tl.where(seen, s, _NEG)
+    top = tl.maximum(m, tl.max(s, 1) * unit)
+    p = tl.exp2(s * unit - top[:, None])
+    if MASKED:  # a query may see none of these keys, and none before
+        p = tl.where(seen, p, 0.0)
+    shrink = tl.exp2(m - top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def _over_pool(
     q, m, total, acc, table, KEYS, VALUES, head, position, lo, hi, last, scale,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over keys lo..hi - 1. MASKED: some keys may be invisible to a query, or past `last`."""
+    """Keys lo..hi - 1 of the pool. MASKED: some may be invisible to a query, or past `last`."""
     d = tl.arange(0, BD)
     for n0 in range(lo, hi, BN):
         n = n0 + tl.arange(0, BN)
-        if MASKED:
-            ok = n < last
-            block = tl.load(table + n // S, mask=ok, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + n // S).to(tl.int64)
-        at = ((block * K + head) * S + n % S) * D
+        ok = (n < last) if MASKED else (n >= 0)
+        block = tl.load(table + n // S, mask=ok, other=0) if MASKED else tl.load(table + n // S)
+        at = ((block.to(tl.int64) * K + head) * S + n % S) * D
         if MASKED or BD != D:
-            inside = (n < last) if MASKED else (n >= 0)
-            k = tl.load(KEYS + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
-            v = tl.load(VALUES + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+            k = tl.load(KEYS + at[None, :] + d[:, None], mask=ok[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(VALUES + at[:, None] + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
         else:
             k = tl.load(KEYS + at[None, :] + d[:, None])
             v = tl.load(VALUES + at[:, None] + d[None, :])
-        s = capped(tl.dot(q, k, input_precision=PRECISION), scale, SOFTCAP)
+        seen = ok[None, :]
         if MASKED:
-            seen = (n[None, :] <= position[:, None]) & (n < last)[None, :]
+            seen = seen & (n[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen = seen & (n[None, :] > position[:, None] - WINDOW)
-            s = tl.where(seen, s, _NEG)
-        top = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - top[:, None])
-        if MASKED and WINDOW > 0:  # a query may see nothing of this block yet
-            p = tl.where(seen, p, 0.0)
-        shrink = tl.exp2(m - top)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m = top
+        s = tl.dot(q, k, input_precision=PRECISION)
+        m, total, acc = _join(s, v, m, total, acc, seen, scale, SOFTCAP, MASKED, PRECISION)
+    return m, total, acc
+
+
+@triton.jit
+def _over_step(
+    q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t, lo, hi, scale,
+    BN: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys of the row's own tokens lo..hi - 1 of this step, by tensor descriptors over the step's products."""
+    for n0 in range(lo, hi, BN):
+        k = KEYS.load([first + n0, key_column])
+        v = VALUES.load([first + n0, value_column])
+        seen = (n0 + tl.arange(0, BN))[None, :] <= t[:, None]
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        m, total, acc = _join(s, v, m, total, acc, seen, scale, SOFTCAP, MASKED, PRECISION)
     return m, total, acc
 
 
 @triton.jit
 def _prefill(
-    Q, KEYS, VALUES, OUT, TABLES, META, ROWS, TILES, R, M, tiles_cap, scale,
+    Q, KEYS, VALUES, OWN_KEYS, OWN_VALUES, OUT, TABLES, META, ROWS, TILES, R, M, tiles_cap, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     head = tl.program_id(0)
@@ -101,39 +126,50 @@ def _prefill(
     tokens = tl.load(ROWS + C_TOKENS * R + lane)
     i = tl.arange(0, BM)
     t = t0 + i // GP
-    g = i % GP
+    heads = head * G + i % GP
     d = tl.arange(0, BD)
-    ok = ((t < tokens) & (g < G))[:, None] & (d < D)[None, :]
-    at = ((first + t).to(tl.int64) * H + head * G + g)[:, None] * D + d[None, :]
-    q = tl.load(Q + at, mask=ok, other=0.0)
-    position = end - tokens + t
+    ok = ((t < tokens) & (i % GP < G))[:, None] & (d < D)[None, :]
+    token = (first + t).to(tl.int64)
+    q = tl.load(Q + (token * q_stride + heads * D)[:, None] + d[None, :], mask=ok, other=0.0)
+    before = end - tokens  # keys of earlier steps
     table = TABLES + tl.load(ROWS + C_ROW * R + lane).to(tl.int64) * M
     m = tl.full([BM], _NEG, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
-    start = end - tokens + t0  # position of the tile's first token
-    stop = tl.minimum(start + BM // GP, end)
-    lo = 0
-    if WINDOW > 0:
-        lo = tl.maximum(start - WINDOW + 1, 0) // BN * BN
-        free = lo
+    stop = tl.minimum(before + t0 + BM // GP, end)  # after the last key that the tile sees
+    if OWN:
+        stop = before
+        free = before // BN * BN
     else:
-        free = (start + 1) // BN * BN
-        m, total, acc = _over_keys(
-            q, m, total, acc, table, KEYS, VALUES, head, position, lo, free, end, scale,
+        free = (before + t0 + 1) // BN * BN
+    if WINDOW > 0:
+        free = tl.maximum(before + t0 - WINDOW + 1, 0) // BN * BN
+    else:
+        m, total, acc = _over_pool(
+            q, m, total, acc, table, KEYS, VALUES, head, before + t, 0, free, end, scale,
             K, D, BD, S, BN, SOFTCAP, WINDOW, False, PRECISION,
         )  # fmt: skip
-    m, total, acc = _over_keys(
-        q, m, total, acc, table, KEYS, VALUES, head, position, free, stop, end, scale,
+    m, total, acc = _over_pool(
+        q, m, total, acc, table, KEYS, VALUES, head, before + t, free, stop, stop, scale,
         K, D, BD, S, BN, SOFTCAP, WINDOW, True, PRECISION,
     )  # fmt: skip
+    if OWN:
+        free = (t0 + 1) // BN * BN
+        m, total, acc = _over_step(
+            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, 0, free, scale,
+            BN, SOFTCAP, False, PRECISION,
+        )  # fmt: skip
+        m, total, acc = _over_step(
+            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, free,
+            tl.minimum(t0 + BM // GP, tokens), scale, BN, SOFTCAP, True, PRECISION,
+        )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=ok)
+    tl.store(OUT + ((token * H + heads) * D)[:, None] + d[None, :], acc.to(OUT.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _prefix(
-    Q, KEYS, VALUES, PART, LSE, TABLES, META, ROWS, R, M, first, scale,
+    Q, KEYS, VALUES, PART, LSE, TABLES, META, ROWS, R, M, q_stride, first, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -155,18 +191,18 @@ def _prefix(
     ok = (lane < lanes) & (g < G)
     heads = head * G + g
     inside = ok[:, None] & (d < D)[None, :]
-    q = tl.load(Q + (lane.to(tl.int64) * H + heads)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    q = tl.load(Q + (lane.to(tl.int64) * q_stride + heads * D)[:, None] + d[None, :], mask=inside, other=0.0)
     table = TABLES + tl.load(ROWS + C_ROW * R).to(tl.int64) * M
     m = tl.full([BM], _NEG, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     free = tl.maximum(lo, hi // BN * BN)
     position = i * 0 + keys
-    m, total, acc = _over_keys(
+    m, total, acc = _over_pool(
         q, m, total, acc, table, KEYS, VALUES, head, position, lo, free, hi, scale,
         K, D, BD, S, BN, SOFTCAP, 0, False, PRECISION,
     )  # fmt: skip
-    m, total, acc = _over_keys(
+    m, total, acc = _over_pool(
         q, m, total, acc, table, KEYS, VALUES, head, position, free, hi, hi, scale,
         K, D, BD, S, BN, SOFTCAP, 0, True, PRECISION,
     )  # fmt: skip
@@ -192,6 +228,7 @@ def prefill_attention(
     q_THD: Tensor,
     keys_NKSD: Tensor,
     values_NKSD: Tensor,
+    own: tuple[Tensor, Tensor] | None,
     out_THD: Tensor,
     tables_SM: Tensor,
     step: StepTables,
@@ -200,13 +237,30 @@ def prefill_attention(
     window: int,
     tiles: int,
 ) -> None:
-    """Attention of the step's host-fed rows into `out_THD`, launched for `tiles` tiles of `tile_tokens` tokens."""
+    """Attention of the step's host-fed rows into `out_THD`, launched for `tiles` tiles of `tile_tokens` tokens.
+
+    `own`: (rotated q and k [T, H + K, D], the qkv product [T, H + 2K, D]) of the step. With it the keys and values of
+    the step itself are read from there, in wide copies that know no blocks; every one of its tokens must be finite.
+    """
     sizes, precision, launch = _sizes(q_THD, keys_NKSD)
+    keys: Any = q_THD
+    values: Any = q_THD
+    if own is not None:
+        keys, values = (_descriptor(x_TJD.flatten(1), sizes[8], sizes[4]) for x_TJD in own)
     _prefill[(sizes[1], tiles)](
-        q_THD, keys_NKSD, values_NKSD, out_THD, tables_SM, step.meta, step.rows_CR, step.tiles_2Q,
-        step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1], scale * LOG2_E, *sizes, softcap, window,
-        precision, **launch,
+        q_THD, keys_NKSD, values_NKSD, keys, values, out_THD, tables_SM, step.meta, step.rows_CR, step.tiles_2Q,
+        step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1], q_THD.stride(0), scale * LOG2_E, *sizes,
+        softcap, window, own is not None, precision, **launch,
     )  # fmt: skip
+
+
+def can_read_own(dim: int, dtype: torch.dtype, window: int) -> bool:
+    """Whether `prefill_attention` takes `own`: descriptors hold whole heads, and only of 2-byte elements."""
+    return window == 0 and dtype != torch.float32 and dim in (64, 128)
+
+
+def _descriptor(x_TI: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x_TI, list(x_TI.shape), list(x_TI.stride()), [rows, columns])
 
 
 def prefix_attention(
@@ -226,6 +280,6 @@ def prefix_attention(
     grid = (sizes[1], triton.cdiv(lanes * sizes[3], sizes[7]), splits)
     _prefix[grid](
         q_THD, keys_NKSD, values_NKSD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
-        rows, tables_SM.shape[1], partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes, softcap, splits,
-        precision, **launch,
+        rows, tables_SM.shape[1], q_THD.stride(0), partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes,
+        softcap, splits, precision, **launch,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def _norm_rotate_write(
     sin = tl.load(angle + half, mask=d < D, other=0.0).to(tl.float32)
     sin = tl.where(d < half, -sin, sin)
     out = tl.where(turned[:, None], x * cos[None, :] + y * sin[None, :], own).to(Q.dtype.element_ty)
-    tl.store(Q + (t * H + h)[:, None] * D + d[None, :], out, mask=ok & (h < H)[:, None])
+    tl.store(Q + (t * (H + K) + h)[:, None] * D + d[None, :], out, mask=ok & turned[:, None])
     slot = tl.load(SLOT + t).to(tl.int64)
     head = tl.where(turned, h - H, h - H - K)
     place = ((slot // S * K + head) * S + slot % S)[:, None] * D + d[None, :]
@@ -56,19 +56,19 @@ def norm_rotate_write(
     keys_NKSD: Tensor,
     values_NKSD: Tensor,
 ) -> Tensor:
-    """`reference.norm_rotate_write` on the qkv product as it is; returns q_THD.
+    """`reference.norm_rotate_write` on the qkv product as it is; returns rotated q and k side by side [T, H + K, D].
 
     `norm` is (weight of each q and k head [H + K, D], eps). `rope_PD` holds cosines, then sines, of each position.
     """
     tokens, heads, dim = qkv_TJD.shape
     kv_heads, block_size = keys_NKSD.shape[1:3]
     q_heads = heads - 2 * kv_heads
-    q_THD = torch.empty((tokens, q_heads, dim), dtype=qkv_TJD.dtype, device=qkv_TJD.device)
+    qk_TJD = torch.empty((tokens, q_heads + kv_heads, dim), dtype=qkv_TJD.dtype, device=qkv_TJD.device)
     width = triton.next_power_of_2(dim)
     group = min(triton.next_power_of_2(heads), max(1, 1024 // width))
     _norm_rotate_write[(tokens, triton.cdiv(heads, group))](
-        qkv_TJD, qkv_TJD if norm is None else norm[0], rope_PD, positions_T, slots_T, q_THD, keys_NKSD, values_NKSD,
+        qkv_TJD, qkv_TJD if norm is None else norm[0], rope_PD, positions_T, slots_T, qk_TJD, keys_NKSD, values_NKSD,
         0.0 if norm is None else norm[1], q_heads, kv_heads, dim, width, block_size, group, norm is not None,
         num_warps=4,
     )  # fmt: skip
-    return q_THD
+    return qk_TJD

@@ -2,7 +2,7 @@
 
 Defined by `octavo.runner.sampler`: Gumbel noise from Philox4x32-10 with counter (id // 4, position, child, tag)
 and the seed as key; min-p, then top-k, then top-p; ties by the lower id. Noise is computed in float32 in a form
-that keeps its relative precision at both ends, so it differs from the float64 definition in the last bits only.
+that keeps its relative precision at both ends, so it differs from the float64 definition by some 3e-7.
 
 `thresholds` finds, for rows that filter, the smallest logit that stays: logits are compared as integers in their
 order, and the threshold is built bit by bit from the top, each pass a count or a sum over the row (so 16 passes
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from octavo.kernels.gpu.step import M_SAMPLES, StepTables
 
@@ -43,31 +44,51 @@ def _number(PARAMS, row, word: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, scale, temperature, SOFTCAP: tl.constexpr):
-    """Logits as the head makes them from its product, over the temperature."""
+def _scaled(x, scale, inverse, SOFTCAP: tl.constexpr):
+    """Logits as the head makes them from its product, times `inverse` (temperature)."""
     x *= scale
     if SOFTCAP > 0:
         e = tl.exp(x * (2.0 / SOFTCAP))
         x = SOFTCAP * (1.0 - 2.0 / (e + 1.0))
-    return x / temperature
+    return x * inverse
 
 
 @triton.jit
-def _gumbel(w):
-    """-log(-log(u)), u = (w + 0.5) / 2**32. Near 1, t = 1 - u and y = round(1 - t): log(u) = log(y) * t / (1 - y)."""
+def _minus_log1m(t):
+    """-log(1 - t) for t in 0..0.5, relative error 1e-7: t times a polynomial fitted to the quotient."""
+    p = 1.4065688848495483
+    p = p * t - 1.6274398565292358
+    p = p * t + 1.202765703201294
+    p = p * t - 0.18062271177768707
+    p = p * t + 0.2643258571624756
+    p = p * t + 0.24346554279327393
+    p = p * t + 0.3336602449417114
+    p = p * t + 0.49999380111694336
+    return t * (p * t + 1.0)
+
+
+@triton.jit
+def _gumbel(w, FAST: tl.constexpr):
+    """-log(-log(u)) for u = (w + 0.5) / 2**32. The inner logarithm is taken near 1 through 1 - u, which is exact.
+
+    FAST: the device's approximate logarithm, which is good to 2**-22 where it is used here.
+    """
     upper = w >= 0x80000000
     small = tl.where(upper, 0xFFFFFFFF - w, w)  # below 2**31
     t = (small.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    y = tl.where(upper, 1.0 - t, t)
-    minus_log = -tl.log(y)
-    bent = tl.where(y < 1.0, minus_log * t / tl.where(y < 1.0, 1.0 - y, 1.0), t)
-    return -tl.log(tl.where(upper, bent, minus_log))
+    if FAST:
+        e = tl.where(upper, _minus_log1m(t), -libdevice.fast_logf(t))
+        g = -libdevice.fast_logf(e)
+    else:
+        e = tl.where(upper, _minus_log1m(t), -tl.log(t))
+        g = -tl.log(e)
+    return g
 
 
 @triton.jit
 def _choose(
     LOGITS, CUTS, PARAMS, SAMPLES, META, BEST, ID, BAD, R, V, scale,
-    SOFTCAP: tl.constexpr, RANDOM: tl.constexpr, FILTERS: tl.constexpr, QUADS: tl.constexpr,
+    SOFTCAP: tl.constexpr, RANDOM: tl.constexpr, FILTERS: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The best token of one piece of the vocabulary: QUADS groups of four ids that share a Philox counter."""
     n = tl.program_id(0)
@@ -76,7 +97,7 @@ def _choose(
     row = tl.load(SAMPLES + R + n)
     temperature = _number(PARAMS, row, _TEMPERATURE)
     random = temperature > 0
-    temperature = tl.where(random, temperature, 1.0)
+    inverse = 1.0 / tl.where(random, temperature, 1.0)
     quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     if RANDOM:
         c0 = quad.to(tl.uint32, bitcast=True)
@@ -92,13 +113,13 @@ def _choose(
         v = 4 * quad + j
         raw = tl.load(LOGITS + n.to(tl.int64) * V + v, mask=v < V, other=-_INF).to(tl.float32)
         bad |= ((raw != raw) | (raw == _INF)).to(tl.int32)
-        x = _scaled(raw, scale, temperature, SOFTCAP)
+        x = _scaled(raw, scale, inverse, SOFTCAP)
         if FILTERS:
             tie = (raw == tl.load(CUTS + 3 * n)) & (v.to(tl.float32) <= tl.load(CUTS + 3 * n + 1))
             keep = ((raw > tl.load(CUTS + 3 * n)) | tie) & (x >= tl.load(CUTS + 3 * n + 2))
             x = tl.where(keep, x, -_INF)
         if RANDOM:
-            x += tl.where(random, _gumbel(words[j]), 0.0)
+            x += tl.where(random, _gumbel(words[j], FAST), 0.0)
         better = x > best
         best = tl.where(better, x, best)
         where = tl.where(better, v, where)
@@ -152,17 +173,17 @@ def _value(key, like, BITS: tl.constexpr):
 
 
 @triton.jit
-def _weights(ROW, v, V, scale, temperature, top, floor, SOFTCAP: tl.constexpr, BITS: tl.constexpr):
+def _weights(ROW, v, V, scale, inverse, top, floor, SOFTCAP: tl.constexpr, BITS: tl.constexpr):
     """Key and softmax weight (over the best) of some ids; both are 0 where min-p or the vocabulary ends them."""
     raw = tl.load(ROW + v, mask=v < V, other=-_INF)
-    x = _scaled(raw.to(tl.float32), scale, temperature, SOFTCAP)
+    x = _scaled(raw.to(tl.float32), scale, inverse, SOFTCAP)
     ok = (x >= floor) & (x > -_INF)
     return tl.where(ok, _key(raw, BITS), 0), tl.where(ok, tl.exp(x - top), 0.0)
 
 
 @triton.jit
 def _totals(
-    ROW, V, scale, temperature, top, floor, above, key, SOFTCAP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+    ROW, V, scale, inverse, top, floor, above, key, SOFTCAP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Of the ids whose key is over `above`: number and weight of keys over `key`, then of those equal to it."""
     count = tl.zeros([BLOCK], tl.int32)
@@ -170,7 +191,7 @@ def _totals(
     mass = tl.zeros([BLOCK], tl.float32)
     level = tl.zeros([BLOCK], tl.float32)
     for i in range(0, V, BLOCK):
-        k, w = _weights(ROW, i + tl.arange(0, BLOCK), V, scale, temperature, top, floor, SOFTCAP, BITS)
+        k, w = _weights(ROW, i + tl.arange(0, BLOCK), V, scale, inverse, top, floor, SOFTCAP, BITS)
         over = k > key
         same = (k == key) & (k > 0)
         count += over.to(tl.int32)
@@ -182,7 +203,7 @@ def _totals(
 
 @triton.jit
 def _threshold(
-    ROW, V, scale, temperature, top, floor, least, ties, want, MASS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROW, V, scale, inverse, top, floor, least, ties, want, MASS: tl.constexpr, SOFTCAP: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest key such that the ids at or over it are `want` in number, or in weight with MASS.
@@ -197,7 +218,7 @@ def _threshold(
         b = tl.zeros([BLOCK], tl.float32)
         c = tl.zeros([BLOCK], tl.float32)
         for i in range(0, V, BLOCK):
-            k, w = _weights(ROW, i + tl.arange(0, BLOCK), V, scale, temperature, top, floor, SOFTCAP, BITS)
+            k, w = _weights(ROW, i + tl.arange(0, BLOCK), V, scale, inverse, top, floor, SOFTCAP, BITS)
             if MASS:
                 w = tl.where(k > least, w, 0.0)
             else:
@@ -245,34 +266,35 @@ def _thresholds(
     if (temperature <= 0) | ((top_k <= 0) & (top_p >= 1) & (min_p <= 0)):
         return
     ROW = LOGITS + n.to(tl.int64) * V
+    inverse = 1.0 / temperature
     best = tl.full([BLOCK], -_INF, tl.float32)
     for i in range(0, V, BLOCK):
         v = i + tl.arange(0, BLOCK)
         x = tl.load(ROW + v, mask=v < V, other=-_INF).to(tl.float32)
         best = tl.maximum(best, tl.where(x == x, x, -_INF))
-    top = _scaled(tl.max(best, 0), scale, temperature, SOFTCAP)
+    top = _scaled(tl.max(best, 0), scale, inverse, SOFTCAP)
     floor = tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), -_INF)
     zero = tl.full([], 0, tl.uint32)
     key = zero
     stay = V
     if (top_k > 0) & (top_k < V):
         key = _threshold(
-            ROW, V, scale, temperature, top, floor, zero, 0.0, top_k.to(tl.float32), False, SOFTCAP, BITS, BLOCK
+            ROW, V, scale, inverse, top, floor, zero, 0.0, top_k.to(tl.float32), False, SOFTCAP, BITS, BLOCK
         )
-        over, equal, _, _ = _totals(ROW, V, scale, temperature, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
+        over, equal, _, _ = _totals(ROW, V, scale, inverse, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
         stay = tl.minimum(top_k - over, equal)
     if top_p < 1:
-        over, equal, mass, level = _totals(ROW, V, scale, temperature, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
+        over, equal, mass, level = _totals(ROW, V, scale, inverse, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
         ties = tl.minimum(stay, equal).to(tl.float32) * level
         want = top_p * (mass + ties)
         first = key
-        key = _threshold(ROW, V, scale, temperature, top, floor, first, ties, want, True, SOFTCAP, BITS, BLOCK)
+        key = _threshold(ROW, V, scale, inverse, top, floor, first, ties, want, True, SOFTCAP, BITS, BLOCK)
         key = tl.where(key < first, first, key)
-        over, equal, mass, level = _totals(ROW, V, scale, temperature, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
+        over, equal, mass, level = _totals(ROW, V, scale, inverse, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
         most = tl.where(key == first, tl.minimum(stay, equal), equal)
         part = tl.ceil((want - mass) / tl.maximum(level, 1e-37))
         stay = tl.minimum(tl.maximum(part, 1.0), most.to(tl.float32)).to(tl.int32)
-    over, equal, _, _ = _totals(ROW, V, scale, temperature, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
+    over, equal, _, _ = _totals(ROW, V, scale, inverse, top, floor, zero, key, SOFTCAP, BITS, BLOCK)
     if key > 0:
         tl.store(CUTS + 3 * n, _value(key, tl.load(ROW), BITS))
         if stay < equal:
@@ -314,7 +336,7 @@ def sample(
         )  # fmt: skip
     _choose[(count, pieces)](
         logits_NV, cuts_N3, params_SP, step.samples_3R, step.meta, best_NC, id_NC, bad_NC, rows, vocab, scale,
-        softcap, random, filters, quads, num_warps=4,
+        softcap, random, filters, quads, not triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     _finish[(count,)](
         best_NC, id_NC, bad_NC, step.samples_3R, step.meta, last_token_S, out_N, rows, pieces,

@@ -44,6 +44,15 @@ C_SAMPLE = tl.constexpr(9)  # its place among the samples
 C_TOKENS = tl.constexpr(10)  # its tokens in this step
 ROW_COLUMNS = 11
 
+# Words of a decode item, side by side so that one line of memory holds it.
+I_LANE = tl.constexpr(0)  # place of the row in the step
+I_ROW = tl.constexpr(1)  # device row
+I_FROM = tl.constexpr(2)  # first key
+I_TO = tl.constexpr(3)  # key after the last
+I_LENGTH = tl.constexpr(4)  # keys of the row
+I_PLACE = tl.constexpr(5)  # where its partial result goes; -1: it is the row's only item
+ITEM_WORDS = tl.constexpr(8)
+
 RUN_WORDS = tl.constexpr(4)  # words of the runner before the plan's: keys of the shared prefix, then free
 _H_ROWS = tl.constexpr(8)  # where the header has the offset of the section; the count follows
 _H_TABLE = tl.constexpr(10)
@@ -57,7 +66,7 @@ _BLOCK = 128
 class StepTables:
     """Device memory that describes the step in progress; allocated once, filled by `begin`. All int32.
 
-    items_2I: row and chunk of each decode item. tiles_2Q: row and first token (in the row) of each query tile.
+    items_I8: decode items, see `I_*`. tiles_2Q: row and first token (in the row) of each query tile.
     samples_3R: token index, device row and position of each sample.
     """
 
@@ -67,7 +76,7 @@ class StepTables:
 
         self.meta = ints(META_WORDS)
         self.rows_CR = ints(ROW_COLUMNS, rows)
-        self.items_2I = ints(2, items)
+        self.items_I8 = ints(items, ITEM_WORDS.value)
         self.tiles_2Q = ints(2, max(tiles, 1))
         self.samples_3R = ints(3, rows)
         self.ids_T, self.positions_T, self.slots_T = ints(tokens), ints(tokens), ints(tokens)
@@ -76,13 +85,12 @@ class StepTables:
 @dataclass(frozen=True)
 class Cut:
     """How attention work is cut: about `items` decode items of at least `least` keys, a multiple of `block`;
-    tiles of `tile` query tokens; `window` as in `AttentionShape`."""
+    tiles of `tile` query tokens."""
 
     items: int
     least: int
     block: int
     tile: int
-    window: int = 0
 
 
 @triton.jit
@@ -114,8 +122,7 @@ def _exclusive(count):
 
 @triton.jit
 def _arithmetic(
-    WORDS, META, ROWS, R, target, LEAST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, RB: tl.constexpr,
+    WORDS, META, ROWS, R, target, LEAST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RB: tl.constexpr
 ):  # fmt: skip
     """Lengths, offsets and cuts of all rows, in one program."""
     plan = WORDS + RUN_WORDS
@@ -129,10 +136,7 @@ def _arithmetic(
     sampled = tl.load(at + 3 * rows + r, mask=ok, other=0) & 1
     last = start + length
     decodes = r < decode_rows
-    first_key = tl.zeros([RB], tl.int32) + prefix
-    if WINDOW > 0:
-        first_key = tl.maximum(last - WINDOW, 0)
-    todo = tl.where(decodes, last - first_key, 0)
+    todo = tl.where(decodes, last - prefix, 0)
     chunk = tl.maximum(LEAST, tl.cdiv(tl.cdiv(tl.sum(todo, 0), target), BLOCK) * BLOCK)
     full = todo // chunk
     part = (todo % chunk > 0).to(tl.int32)
@@ -142,7 +146,7 @@ def _arithmetic(
     tl.store(ROWS + C_ROW * R + r, tl.load(at + r, mask=ok, other=0), mask=inside)
     tl.store(ROWS + C_KEYS * R + r, last, mask=inside)
     tl.store(ROWS + C_START * R + r, _exclusive(length), mask=inside)
-    tl.store(ROWS + C_BEGIN * R + r, first_key, mask=inside)
+    tl.store(ROWS + C_BEGIN * R + r, r * 0 + prefix, mask=inside)
     tl.store(ROWS + C_CHUNKS * R + r, full + part, mask=inside)
     tl.store(ROWS + C_SLOT * R + r, _exclusive(full + part), mask=inside)
     tl.store(ROWS + C_FULL * R + r, _exclusive(full), mask=inside)
@@ -163,10 +167,10 @@ def _arithmetic(
 @triton.jit(do_not_specialize=["target"])
 def _begin(
     WORDS, META, ROWS, TABLES, PARAMS, R, M, target, LEAST: tl.constexpr, CHUNK_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) == 0:
-        _arithmetic(WORDS, META, ROWS, R, target, LEAST, CHUNK_BLOCK, TILE, WINDOW, RB)
+        _arithmetic(WORDS, META, ROWS, R, target, LEAST, CHUNK_BLOCK, TILE, RB)
     else:
         _apply_writes(WORDS, TABLES, PARAMS, M, tl.program_id(0) - 1, tl.num_programs(0) - 1, BLOCK)
 
@@ -203,13 +207,21 @@ def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_ca
     begin = tl.load(ROWS + C_BEGIN * R + lane)
     last = tl.load(ROWS + C_KEYS * R + lane)
     chunks = tl.load(ROWS + C_CHUNKS * R + lane)
+    row = tl.load(ROWS + C_ROW * R + lane)
     full = tl.where(chunks > 0, (last - begin) // chunk, 0)
     for i in range(0, chunks, BLOCK):
         c = i + tl.arange(0, BLOCK)
         place = tl.where(c < full, tl.load(ROWS + C_FULL * R + lane) + c, tl.load(ROWS + C_PART * R + lane))
         ok = (c < chunks) & (place < items_cap)
-        tl.store(ITEMS + place, c * 0 + lane, mask=ok)
-        tl.store(ITEMS + items_cap + place, c, mask=ok)
+        item = ITEMS + place * ITEM_WORDS
+        first = begin + c * chunk
+        slot = tl.where((chunks > 1) | (begin > 0), tl.load(ROWS + C_SLOT * R + lane) + c, -1)
+        tl.store(item + I_LANE, c * 0 + lane, mask=ok)
+        tl.store(item + I_ROW, c * 0 + row, mask=ok)
+        tl.store(item + I_FROM, first, mask=ok)
+        tl.store(item + I_TO, tl.minimum(first + chunk, last), mask=ok)
+        tl.store(item + I_LENGTH, c * 0 + last, mask=ok)
+        tl.store(item + I_PLACE, slot, mask=ok)
     length = tl.load(ROWS + C_TOKENS * R + lane)
     tiles = tl.where(lane < tl.load(META + M_DECODE), 0, tl.cdiv(length, TILE))
     for i in range(0, tiles, BLOCK):
@@ -223,7 +235,7 @@ def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_ca
     if tl.load(flags + lane) & 1:
         place = SAMPLES + tl.load(ROWS + C_SAMPLE * R + lane)
         tl.store(place, tl.load(ROWS + C_START * R + lane) + length - 1)
-        tl.store(place + R, tl.load(ROWS + C_ROW * R + lane))
+        tl.store(place + R, row)
         tl.store(place + 2 * R, last)
 
 
@@ -270,10 +282,10 @@ def begin(
     rows, columns = step.rows_CR.shape[1], tables_SM.shape[1]
     _begin[(1 + _WRITERS,)](
         words, step.meta, step.rows_CR, tables_SM, params_SP, rows, columns, cut.items, cut.least, cut.block,
-        cut.tile, cut.window, triton.next_power_of_2(rows), _BLOCK, num_warps=4,
+        cut.tile, triton.next_power_of_2(rows), _BLOCK, num_warps=4,
     )  # fmt: skip
     _expand[(lanes + (_WRITERS if tokens > lanes else 1),)](
-        words, step.meta, step.rows_CR, step.items_2I, step.tiles_2Q, step.samples_3R, step.ids_T, step.positions_T,
-        step.slots_T, tables_SM, last_token_S, rows, columns, lanes, tokens, step.items_2I.shape[1],
+        words, step.meta, step.rows_CR, step.items_I8, step.tiles_2Q, step.samples_3R, step.ids_T, step.positions_T,
+        step.slots_T, tables_SM, last_token_S, rows, columns, lanes, tokens, step.items_I8.shape[0],
         step.tiles_2Q.shape[1], cut.tile, block_size, _BLOCK, num_warps=4,
     )  # fmt: skip

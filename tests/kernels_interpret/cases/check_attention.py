@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionShape, KVPool
-from octavo.attention.triton import Sizes, TritonAttention, TritonPlan
+from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
 from octavo.kernels import reference
 from octavo.kernels.gpu.rope import norm_rotate_write
 from octavo.kernels.gpu.step import Cut
@@ -35,14 +35,13 @@ def attend(
 ) -> Tensor:
     """The backend's kernels on a case, its output poisoned."""
     decodes = sum(1 for n in case.lengths if n == 1)
-    backend.reserve(case.step.items_2I.shape[1], case.step.rows_CR.shape[1], torch.device("cpu"))
-    assert backend._partials is not None
-    backend._partials.o_UHD.fill_(float("nan"))
-    backend._partials.lse_UH.fill_(float("nan"))
+    partials = partials_for(backend.shape, len(case.step.items_I8), case.step.rows_CR.shape[1], torch.device("cpu"))
+    partials.o_UHD.fill_(float("nan"))
+    partials.lse_UH.fill_(float("nan"))
     lanes = case.step.rows_CR.shape[1]
     tiles = case.step.tiles_2Q.shape[1] if decodes < len(case.lengths) else 0
     sizes = Sizes(len(q_THD), lanes, cut.items + lanes if decodes else 0, tiles, prefix)
-    plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T[: len(q_THD)])
+    plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T[: len(q_THD)], partials)
     return backend._attend(0, q_THD, pool, plan)
 
 
@@ -58,7 +57,8 @@ def test_norm_rotate_write(heads: int, kv_heads: int, dim: int, normed: bool) ->
     norm = (torch.rand(heads + kv_heads, dim) + 0.5, 1e-6) if normed else None
     got, want = pool_for(case, kv_heads, dim), pool_for(case, kv_heads, dim)
     want.data.copy_(got.data)
-    q = norm_rotate_write(qkv, norm, rope, case.step.positions_T, case.step.slots_T, got.keys[0], got.values[0])
+    args = case.step.positions_T, case.step.slots_T, got.keys[0], got.values[0]
+    q = norm_rotate_write(qkv, norm, rope, *args)[:, :heads]
     at = case.step.positions_T.long()
     cos = torch.cat((angles[at].cos(),) * 2, 1)
     sin = torch.cat((-angles[at].sin(), angles[at].sin()), 1)
@@ -76,7 +76,7 @@ def test_norm_rotate_write(heads: int, kv_heads: int, dim: int, normed: bool) ->
 def test_decode(heads: int, kv_heads: int, dim: int, block_size: int, options: dict[str, float]) -> None:
     torch.manual_seed(2)
     shape = AttentionShape(heads, kv_heads, dim, 0.3, **options)
-    cut = Cut(5, 32, 32, 8, shape.window)
+    cut = Cut(5, 32, 32, 8)
     case = make_case([0, 100, 31, 32, 33], [], cut, block_size=block_size, lanes=7)
     pool = pool_for(case, kv_heads, dim, block_size)
     q = torch.randn(5, heads, dim)
@@ -90,7 +90,7 @@ def test_mixed(heads: int, kv_heads: int, dim: int, options: dict[str, float]) -
     torch.manual_seed(3)
     shape = AttentionShape(heads, kv_heads, dim, 0.3, **options)
     backend = TritonAttention(shape, torch.float32)
-    cut = Cut(4, 32, 32, backend.tile, shape.window)
+    cut = Cut(4, 32, 32, tile_of(shape))
     case = make_case([50, 7], [(0, 70), (45, 5), (32, 33)], cut)
     pool = pool_for(case, kv_heads, dim)
     q = torch.randn(sum(case.lengths), heads, dim)
@@ -116,7 +116,7 @@ def test_half_precision() -> None:
     torch.manual_seed(5)
     dtype = torch.float16
     shape = AttentionShape(4, 2, 16, 0.3)
-    backend, cut = TritonAttention(shape, dtype), Cut(4, 64, 64, tile_of(shape))
+    backend, cut = TritonAttention(shape, dtype), Cut(4, 64, 64, cut_for(shape, dtype, 1, 1).tile)
     case = make_case([90], [(0, 40)], cut)
     pool = KVPool(1, case.blocks + 1, 16, 2, 16, dtype)
     pool.data.normal_()
@@ -127,8 +127,35 @@ def test_half_precision() -> None:
     assert error(got, expected(case, q.double(), wide, shape)) < 1e-2
 
 
+@pytest.mark.parametrize("heads", [2, 6])
+def test_keys_of_the_step_itself(heads: int) -> None:
+    """Prefill that reads the step's own keys and values from the products, and earlier ones from the pool."""
+    torch.manual_seed(7)
+    shape, dtype = AttentionShape(heads, 2, 64, 0.2), torch.float16
+    backend, cut = TritonAttention(shape, dtype), Cut(4, 64, 64, cut_for(shape, dtype, 1, 1).tile)
+    case = make_case([30], [(0, 90), (70, 40), (64, 3)], cut)
+    pool = KVPool(1, case.blocks + 1, 16, 2, 64, dtype)
+    pool.data.normal_()
+    tokens = sum(case.lengths)
+    qkv = torch.randn(tokens, heads + 4, 64).to(dtype)
+    qk = torch.randn(tokens, heads + 2, 64).to(dtype)
+    slots = case.step.slots_T.long()
+    reference.write_kv(pool.keys[0], qk[:, heads:], slots)
+    reference.write_kv(pool.values[0], qkv[:, heads + 2 :], slots)
+    wide = KVPool(1, case.blocks + 1, 16, 2, 64, torch.float64)
+    wide.data.copy_(pool.data)
+    for length, start, row in zip(case.lengths[1:], case.starts[1:], case.rows[1:], strict=True):
+        at = torch.arange(start, start + length)  # what the kernel must not read from the pool
+        pool.data[0, :, case.tables_SM[row, at // 16].long(), :, at % 16] = float("nan")
+    partials = partials_for(shape, len(case.step.items_I8), case.step.rows_CR.shape[1], torch.device("cpu"))
+    sizes = Sizes(tokens, len(case.lengths), cut.items + len(case.lengths), case.step.tiles_2Q.shape[1])
+    plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T, partials, True)
+    got = backend._attend(0, qk[:, :heads], pool, plan, (qk, qkv))
+    assert error(got, expected(case, qk[:, :heads].double(), wide, shape)) < 1e-2
+
+
 def tile_of(shape: AttentionShape) -> int:
-    return TritonAttention(shape, torch.float32).tile
+    return cut_for(shape, torch.float32, 1, 1).tile
 
 
 def test_plan_and_run_of_the_protocol() -> None:

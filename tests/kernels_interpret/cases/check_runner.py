@@ -16,7 +16,7 @@ from tests.engine.tiny import VOCAB, TinyEngine, tiny_decoder
 def on_kernels(engine: TinyEngine, budget: int, seqs: int, max_len: int) -> TinyEngine:
     """The same engine with its runner exchanged."""
     decoder = tiny_decoder(torch.float32)
-    decoder.backend = TritonAttention(decoder.backend._shape, torch.float32)  # type: ignore[attr-defined]
+    decoder.backends = {0: TritonAttention(decoder.backend._shape, torch.float32)}  # type: ignore[attr-defined]
     runner = CudaRunner(
         decoder, blocks=engine.runner.pool.num_blocks, block_size=engine.runner.block_size, rows=seqs,
         max_len=max_len, max_tokens=budget, eager=True,

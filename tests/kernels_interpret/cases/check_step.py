@@ -60,12 +60,16 @@ def test_items_cover_all_keys_once(decodes: list[int], shared: int) -> None:
     assert items <= CUT.items + len(decodes) and chunk % CUT.block == 0
     begin, keys = columns(case, C_BEGIN), columns(case, C_KEYS)
     covered = {lane: [] for lane in range(len(decodes))}
-    for lane, part in step.items_2I[:, :items].T.tolist():
+    slots = columns(case, C_SLOT)
+    for lane, row, first, last, length, place, *_ in step.items_I8[:items].tolist():
+        part = (first - begin[lane]) // chunk
         covered[lane].append(part)
+        assert row == case.rows[lane] and length == keys[lane]
+        assert first == begin[lane] + part * chunk and last == min(first + chunk, keys[lane])
+        assert place == (slots[lane] + part if shared or columns(case, C_CHUNKS)[lane] > 1 else -1)
     for lane, parts in covered.items():
         assert sorted(parts) == list(range(-(-(keys[lane] - begin[lane]) // chunk)))
         assert columns(case, C_CHUNKS)[lane] == len(parts)
-    slots = columns(case, C_SLOT)
     assert slots[: len(decodes)] == [sum(len(covered[i]) for i in range(lane)) for lane in range(len(decodes))]
 
 
@@ -74,8 +78,3 @@ def test_tiles_cover_all_chunk_tokens_once() -> None:
     tiles = int(case.step.meta[M_TILES.value])
     assert sorted(case.step.tiles_2Q[:, :tiles].T.tolist()) == [[1, 0], [1, 8], [1, 16], [1, 24], [2, 0], [3, 0]]
     assert columns(case, C_TOKENS) == [1, 30, 8, 1]
-
-
-def test_a_window_starts_the_items_late() -> None:
-    case = make_case([100, 5], [], Cut(items=4, least=16, block=16, tile=8, window=20))
-    assert columns(case, C_BEGIN) == [81, 0]
