@@ -10,6 +10,7 @@ import asyncio
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.server.problem import Problem
@@ -18,6 +19,8 @@ MAX_BODY = 16 << 20
 MAX_BODIES = 256 << 20  # of all requests that are being read
 BODY_SECONDS = 30.0
 MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+MAX_CONTAINERS = 200_000
 
 T = TypeVar("T")
 _reading = 0
@@ -84,8 +87,7 @@ def _too_large() -> Problem:
 
 def parse(data: bytes, kind: type[T]) -> T:
     """JSON bytes as a `kind`. Raises Problem that names the field at fault."""
-    if depth(data) > MAX_DEPTH:
-        raise Problem(400, f"The JSON is nested deeper than {MAX_DEPTH} levels. Flatten it.")
+    check_size(data)
     try:
         made: T = decoder(kind).decode(data)
         return made
@@ -108,28 +110,45 @@ def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return _decoders[kind]
 
 
-def depth(data: bytes) -> int:
-    """The deepest nesting of arrays and objects, strings left out; may be too large for what is no JSON."""
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # the usual case, at the speed of memchr
-        return 0
-    level = deepest = 0
-    for part in _outside_strings(data):
-        for char in part:
-            if char in b"[{":
-                level += 1
-                deepest = max(deepest, level)
-                if deepest > MAX_DEPTH:
-                    return deepest
-            elif char in b"]}":
-                level -= 1
-    return deepest
+def check_size(data: bytes) -> None:
+    """Raise Problem for JSON that is nested too deeply, or holds more values than are worth reading."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH and data.count(b",") <= MAX_VALUES:
+        return  # the usual case, at the speed of memchr
+    deepest, containers, values = measure(data)
+    if values > MAX_VALUES or containers > MAX_CONTAINERS:
+        raise Problem(
+            400,
+            f"The JSON holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects. Send less.",
+        )
+    if deepest > MAX_DEPTH:
+        raise Problem(400, f"The JSON is nested deeper than {MAX_DEPTH} levels. Flatten it.")
 
 
-def _outside_strings(data: bytes) -> list[bytes]:
-    """The parts of JSON that are not inside of strings, brackets only."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = plain.split(b'"')[::2]
-    return [part.translate(None, _NOT_BRACKETS) for part in outside]
+def measure(data: bytes) -> tuple[int, int, int]:
+    """The deepest nesting, the number of arrays and objects, and of commas, strings left out.
+
+    Counts no further than a piece beyond the limits. For what is no JSON the numbers mean little.
+    """
+    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_MARKS)
+    level = deepest = containers = values = 0
+    inside = np.uint8(0)
+    for at in range(0, len(marks), _PIECE):
+        piece = np.frombuffer(marks, np.uint8, min(_PIECE, len(marks) - at), at)
+        quotes = piece == ord('"')
+        parity = (np.cumsum(quotes, dtype=np.uint8) + inside) & 1  # survives the wrapping
+        inside = parity[-1]
+        piece = piece[(parity == 0) & ~quotes]
+        brackets = piece[piece != ord(",")]
+        values += len(piece) - len(brackets)
+        opens = (brackets == ord("[")) | (brackets == ord("{"))
+        containers += int(np.count_nonzero(opens))
+        levels = level + np.cumsum(np.where(opens, 1, -1))
+        deepest = max(deepest, int(levels.max(initial=0)))
+        level = int(levels[-1]) if len(levels) else level
+        if values > MAX_VALUES or containers > MAX_CONTAINERS or deepest > MAX_DEPTH:
+            break
+    return deepest, containers, values
 
 
-_NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+_PIECE = 1 << 16
+_NOT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},"')))

@@ -1,4 +1,4 @@
-"""Property tests of what is computed in between: streamed pieces join to whole answers; the depth of JSON (S12)."""
+"""Property tests of what is computed in between: streamed pieces join to whole answers; the size of JSON (S12)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.engine.async_llm import Signal, Stream
 from octavo.runner.base import TokenLogprobs
-from octavo.server.body import MAX_DEPTH, depth, parse
+from octavo.server.body import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, measure, parse
 from octavo.server.job import Job
 from octavo.server.problem import Problem
 from octavo.server.protocol import CompletionBody
@@ -119,7 +119,18 @@ def true_depth(value: Any) -> int:
 def test_depth_is_that_of_the_parsed_value(value: Any, ascii_only: bool) -> None:
     padded = [value] + [[]] * (MAX_DEPTH + 1)  # so many brackets that the quick look does not decide
     data = json.dumps(padded, ensure_ascii=ascii_only).encode()
-    assert depth(data) == true_depth(padded)
+    assert measure(data)[0] == true_depth(padded) or true_depth(padded) > MAX_DEPTH
+
+
+def test_bodies_of_very_many_values_are_refused_unread() -> None:
+    """The worst of their size: each would hold the event loop for seconds if it were parsed."""
+    for piece, count in (("[],", MAX_CONTAINERS + 1), ("{},", MAX_CONTAINERS + 1), ("1,", MAX_VALUES + 2)):
+        for field in ("prompt", "unknown"):
+            data = b'{"prompt":"a","%b":[%b0]}' % (field.encode(), piece.encode() * count)
+            with pytest.raises(Problem, match="values"):
+                parse(data, CompletionBody)
+    brackets = '[{],"\\' * MAX_CONTAINERS
+    assert parse(json.dumps({"prompt": brackets}).encode(), CompletionBody).prompt == brackets  # inside a string
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]":,\\ promt012.-eE', max_size=200).map(str.encode))
