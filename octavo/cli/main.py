@@ -28,6 +28,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("octavo.cli.serve", "an OpenAI-compatible HTTP server"),
     "generate": Command("octavo.cli.generate", "generate text for prompts from arguments, a file or stdin"),
+    "chat": Command("octavo.cli.chat", "a conversation in the terminal, streamed"),
+    "eval": Command("octavo.cli.eval", "perplexity of a model on a text, with its size and speed"),
     "bench": Command("octavo.cli.bench", "measure throughput, or the host cost of one step"),
     "doctor": Command("octavo.cli.doctor", "show this machine, what Octavo uses of it, and why not more"),
 }

@@ -51,6 +51,7 @@ class LLM:
         if self.tokenizer is not None:
             opened = with_ends(opened, self.tokenizer.eos_ids)
         self.name = opened.files.name
+        self.weight_bytes = sum(opened.checkpoint.info(name).nbytes for name in opened.checkpoint.names())
         self._engine: Engine = build_engine(config, opened)
         self._numbers = itertools.count()
         self._texts: dict[int, RequestText] = {}
