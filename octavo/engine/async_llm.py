@@ -30,6 +30,7 @@ from octavo.engine.client import ModelLimits, build_request, cut_prompt
 from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Ready, Refused, Start, Submit, Tokens, unpack
 from octavo.env import engine_environment
 from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, RequestError
+from octavo.files import naming
 from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.records import REASONS, STOP, TokenBatch
 from octavo.text.bad_words import bad_sequences
@@ -236,16 +237,18 @@ class AsyncLLM:
         salt: str = "",
         tenant: str = "",
         signal: Signal | None = None,
+        bad: tuple[tuple[int, ...], ...] | None = None,
     ) -> Stream:
         """Start one request; raises RequestError when it cannot be served, EngineError when the engine is gone.
 
-        Several requests may share a `signal`.
+        Several requests may share a `signal`. `bad`: `bad_sequences` of the bad words, if they are known already.
         """
         if self.failure is not None or self._channel is None:
             raise self.failure or EngineError("The engine is not running.", "Start it.")
         number = next(self._numbers)
         ids = cut_prompt(ids, params, self.limits)
-        bad = bad_sequences(params.bad_words or (), self.tokenizer)
+        if bad is None:
+            bad = bad_sequences(params.bad_words or (), self.tokenizer)
         request = build_request(number, ids, params, self.limits, salt, bad)
         request = msgspec.structs.replace(request, tenant=tenant)
         text = RequestText(str(number), prompt, ids, params, self.tokenizer)
@@ -271,7 +274,11 @@ class AsyncLLM:
         """Yield the growing result of one prompt, text or token ids. Closing the iterator ends the request."""
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        stream = self.submit(ids, params or SamplingParams(), prompt=text, salt=cache_salt)
+        params = params or SamplingParams()
+        bad = None
+        if params.bad_words:
+            bad = await asyncio.to_thread(bad_sequences, params.bad_words, self.tokenizer)
+        stream = self.submit(ids, params, prompt=text, salt=cache_salt, bad=bad)
         try:
             while not stream.finished:
                 await stream.signal.wait()
@@ -383,6 +390,7 @@ class AsyncLLM:
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:
-    if files.kind == "gguf":
-        return Tokenizer.from_gguf(GgufCheckpoint(files.path).metadata)
-    return Tokenizer.from_folder(files.path)
+    with naming(files.path):
+        if files.kind == "gguf":
+            return Tokenizer.from_gguf(GgufCheckpoint(files.path).metadata)
+        return Tokenizer.from_folder(files.path)

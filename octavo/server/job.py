@@ -27,6 +27,8 @@ from octavo.server.admit import Gate
 from octavo.server.problem import Problem, problem_of
 from octavo.types import CompletionOutput, SamplingParams
 
+BadWords = tuple[tuple[int, ...], ...]  # as token sequences
+
 
 class ClientGone(Exception):
     """The client closed the connection."""
@@ -84,9 +86,11 @@ class Job:
         if seconds:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._too_late, seconds)
 
-    def submit(self, ids: Sequence[int], prompt: str | None, salt: str, tenant: str) -> None:
+    def submit(self, ids: Sequence[int], prompt: str | None, salt: str, tenant: str, bad: BadWords) -> None:
         """Send one prompt to the engine. Raises RequestError, EngineError."""
-        stream = self._llm.submit(ids, self.params, prompt=prompt, salt=salt, tenant=tenant, signal=self._signal)
+        stream = self._llm.submit(
+            ids, self.params, prompt=prompt, salt=salt, tenant=tenant, signal=self._signal, bad=bad
+        )
         self.streams.append(stream)
 
     async def changed(self) -> None:

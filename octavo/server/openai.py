@@ -54,7 +54,7 @@ class Generation:
         job.only_prompt = only_prompt
         try:
             special = body.add_special_tokens is not False
-            self._submit(request, job, body, [await self._prompt(prompt, special) for prompt in prompts])
+            await self._submit(request, job, body, [await self._prompt(prompt, special) for prompt in prompts])
             outputs = [stream.text.output for stream in job.streams]
             shape = TextShape(
                 self._pieces(body),
@@ -88,7 +88,7 @@ class Generation:
         try:
             text = await self._service.render(body, body.messages)
             ids = await self._service.tokenize(text, special=False)
-            self._submit(request, job, body, [(text, ids)])
+            await self._submit(request, job, body, [(text, ids)])
             shape = ChatShape(self._pieces(body), alternatives, "", bool(body.return_token_ids))
         except BaseException:
             job.close()
@@ -111,7 +111,7 @@ class Generation:
         params = protocol.sampling_params(body, most, None)
         job = self._open(request, "generate", body, params, 1)
         try:
-            self._submit(request, job, body, [await self._prompt(body.prompt, True)])
+            await self._submit(request, job, body, [await self._prompt(body.prompt, True)])
         except BaseException:
             job.close()
             raise
@@ -140,14 +140,15 @@ class Generation:
             raise Problem(400, "A prompt is empty. Give some text or token ids.", param="prompt")
         return prompt, await self._service.tokenize(prompt, special)
 
-    def _submit(self, request: Request, job: Job, body: Sampling, prepared: Sequence[Prepared]) -> None:
+    async def _submit(self, request: Request, job: Job, body: Sampling, prepared: Sequence[Prepared]) -> None:
         tenant = request.state.tenant
         salt = ""
         if tenant or body.cache_salt:
             check_salt(body.cache_salt)
             salt = sha256(f"{tenant}:{body.cache_salt or ''}".encode()).hexdigest()
+        bad = await self._service.bad_words(job.params.bad_words or ())
         for text, ids in prepared:
-            job.submit(ids, text, salt, tenant)
+            job.submit(ids, text, salt, tenant, bad)
 
     def _echoes(self, body: CompletionBody, job: Job) -> list[str]:
         """What goes before each prompt's answers: the prompt as it was given, or as it was cut."""

@@ -21,6 +21,7 @@ from octavo.server.admit import Gate
 from octavo.server.job import Job
 from octavo.server.problem import Problem
 from octavo.server.protocol import MAX_MESSAGES, ChatBody, TokenizeBody
+from octavo.text.bad_words import bad_sequences
 from octavo.text.template import render_chat
 
 INLINE_CHARS = 8192
@@ -115,6 +116,12 @@ class Service:
 
         size = INLINE_CHARS + 1 if body.chat_template else sum(_size(message) for message in messages)
         return await self.work(size, task)
+
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell `words`. Raises RequestError."""
+        if not words:
+            return ()
+        return await self.work(INLINE_CHARS + 1, lambda: bad_sequences(words, self.llm.tokenizer))
 
     async def work(self, size: int, task: Callable[[], T]) -> T:
         """Run a task on `size` characters: here when that is short, else in a thread."""

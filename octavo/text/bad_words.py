@@ -61,10 +61,10 @@ def spellings(text: bytes, ids_of: Callable[[bytes], list[int]], most: int) -> l
     for length in range(1, size + 1):
         open_: list[tuple[tuple[int, ...], int]] = [((), 0)] if lengths[0] >> length & 1 else []
         while open_ and len(found) < most:
-            ids, at = open_.pop()
+            begun, at = open_.pop()
             if at == size:
-                found.append(ids)
+                found.append(begun)
                 continue
-            left = length - len(ids) - 1
-            open_ += [((*ids, token), end) for token, end in reversed(pieces[at]) if lengths[end] >> left & 1]
+            left = length - len(begun) - 1
+            open_ += [((*begun, token), end) for token, end in reversed(pieces[at]) if lengths[end] >> left & 1]
     return found
