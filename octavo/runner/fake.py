@@ -36,6 +36,7 @@ _MAGIC, _VERSION, _HEADER = 0x4F435456, 1, 32
 _WIDTHS = (4, 3, 2, 2, 2, 16, 1, 1)
 _SAMPLE, _HOST_IDS, _RARE = 1, 2, 4
 _BAN_UNTIL = 1
+_EXTRAS = range(1, 7)  # kinds; this model only knows what to do about the first
 
 START = 0x0C7A50  # the history before the first token
 _RUBBISH = 0x5A5A5A5A
@@ -356,8 +357,8 @@ class _Plan:
         """No block 0, nothing out of range, no destination read or written twice."""
         device, host = len(runner.kv), len(runner.host)
         places = [(row, column) for row, column, _ in self.table]
-        if len(set(places)) != len(places) or len(places) > len(runner.rows) - 1 + runner.columns:
-            raise PlanError("A plan writes a table entry twice, or too many of them.")
+        if len(set(places)) != len(places):
+            raise PlanError("A plan writes a table entry twice.")
         if not all(0 < row < len(runner.rows) and 0 <= column < runner.columns for row, column in places):
             raise PlanError("A plan writes outside the block table.")
         read = [source for source, _ in self.copies] + [block for block, _ in self.swap_out]
@@ -380,8 +381,9 @@ def _bans(words: list[int]) -> list[tuple[int, int, frozenset[int]]]:
     while at < len(words):
         row, kind, count = words[at : at + 3]
         payload = words[at + 3 : at + 3 + count]
-        if kind != _BAN_UNTIL or len(payload) != count or count < 2:
+        if kind not in _EXTRAS or len(payload) != count:
             raise PlanError("A plan has extras of an unknown kind or length.")
-        out.append((row, payload[0], frozenset(payload[1:])))
+        if kind == _BAN_UNTIL:
+            out.append((row, payload[0], frozenset(payload[1:])))
         at += 3 + count
     return out

@@ -61,23 +61,34 @@ class BlockPool:
         """Hand out `count` free blocks, oldest first, evicting what they cached. The caller has checked `free`."""
         if count > self.free:
             invariant(False, f"{count} blocks taken of {self.free} free")
-        queue, stale, keys = self._queue, self._stale, self.key
+        popleft, keys, index = self._queue.popleft, self.key, self.index
+        out = [popleft() for _ in range(count)]
+        if any(map(self._stale.__getitem__, out)):
+            out = self._skip_stale(out)
+        before = len(index)
+        for block in out:
+            key = keys[block]
+            if key is not None:
+                del index[key]
+                keys[block] = None
+        self.evictions += before - len(index)
+        self.free -= count
+        blocks = np.array(out, np.int32)
+        self.ref[blocks] = 1
+        return blocks
+
+    def _skip_stale(self, entries: list[int]) -> list[int]:
+        """As many blocks from the front of the queue as there are `entries`, which were taken from it already."""
+        queue, stale = self._queue, self._stale
+        queue.extendleft(reversed(entries))
         out: list[int] = []
-        while len(out) < count:
+        while len(out) < len(entries):
             block = queue.popleft()
             if stale[block]:
                 stale[block] -= 1
             else:
                 out.append(block)
-        cached = [block for block in out if keys[block] is not None]
-        for block in cached:
-            del self.index[keys[block]]  # type: ignore[arg-type]
-            keys[block] = None
-        self.evictions += len(cached)
-        self.free -= count
-        blocks = np.array(out, np.int32)
-        self.ref[blocks] = 1
-        return blocks
+        return out
 
     def take_freed_before(self, mark: int) -> int | None:
         """The oldest free block if it was freed before `mark`, for a copy destination; else None.

@@ -20,7 +20,7 @@ from octavo.scheduler.plan import (
     X_PROMPT_LOGPROBS,
     float_bits,
 )
-from octavo.scheduler.slots import HAS_STOP_IDS, IS_BEAM, IS_RARE
+from octavo.scheduler.slots import IS_BEAM, IS_RARE
 from octavo.types import EngineRequest
 
 I32 = NDArray[np.int32]
@@ -29,9 +29,9 @@ WORD_MAX = (1 << 31) - 1
 _PARAMS = struct.Struct("<4i3f2I7i")  # PARAM_WORDS words in the order of P_ROW, P_LENGTH ...
 
 
-def row_flags(request: EngineRequest, stop_ids: frozenset[int]) -> int:
+def row_flags(request: EngineRequest) -> int:
     """The flags of a new row (see `octavo.scheduler.slots`)."""
-    flags = HAS_STOP_IDS if stop_ids else 0
+    flags = 0
     if request.logprobs >= 0 or request.min_tokens > 0 or has_edits(request):
         flags |= IS_RARE
     if request.beam:

@@ -102,14 +102,15 @@ class Planner:
         computed = slots.computed[rows]
         special = (computed & self.state.mask) == 0
         special |= (slots.flags[rows] & SHARED_TAIL) != 0
-        if len(placed := rows[special]):
+        if np.count_nonzero(special):
+            placed = rows[special]
             out = self._place(placed)
             if out or self.held_back:
                 rows = rows[(slots.state[rows] == DECODE) & ~np.isin(rows, out)]
                 computed = slots.computed[rows]
         self.budget -= len(rows)
         slots.computed[rows] = computed + 1
-        known = slots.known[rows] + 1
+        known = computed + 2
         slots.known[rows] = known
         slots.last_step[rows] = self.state.step
         slots.state[rows[known >= slots.limit[rows]]] = ENDING

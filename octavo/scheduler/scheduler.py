@@ -34,7 +34,7 @@ from octavo.scheduler.records import (
     Step,
     TokenBatch,
 )
-from octavo.scheduler.slots import DEAD, EMPTY, HAS_STOP_IDS
+from octavo.scheduler.slots import DEAD, EMPTY, ENDING
 from octavo.scheduler.state import SchedulerState
 from octavo.types import EngineRequest
 
@@ -93,33 +93,44 @@ class Scheduler:
         that ended meanwhile are dropped. `prompts` maps a row of the step to what the runner returned for its chunk
         of prompt: the position of the first token reported on, and the reports.
         """
-        slots, rows, picked = self.state.slots, step.rows, step.samples
-        told = [
-            (int(slots.request_id[rows[i]]), first, entries)
-            for i, (first, entries) in (prompts or {}).items()
-            if slots.state[rows[i]] != DEAD
-        ]
+        state, slots, rows, picked = self.state, self.state.slots, step.rows, step.samples
+        told = self._told(step, prompts) if prompts else []
         self._landed(step)
-        invariant(len(tokens) == len(picked), f"{len(tokens)} tokens came back for {len(picked)} samples")
+        invariant(len(tokens) == len(picked), "as many tokens come back as rows sampled")
         sampled, at = rows[picked], step.end[picked]
-        self.state.history[step.device_rows[picked], at] = tokens
-        good = slots.state[sampled] != DEAD
-        wrong = tokens.view(np.uint32) >= self.state.limits.vocab_size
+        state.history[step.device_rows[picked], at] = tokens
+        now = slots.state[sampled]
+        good = now != DEAD
+        wrong = tokens.view(np.uint32) >= state.limits.vocab_size
         if bad is not None or np.count_nonzero(wrong):
             wrong = wrong if bad is None else wrong | bad
-            self.state.fail_rows(step, sampled[good & wrong].tolist(), lost=False)
-            good = (slots.state[sampled] != DEAD) & (slots.state[sampled] != EMPTY)
-        stopped = good & (tokens == slots.eos[sampled])
-        for i in (good * (slots.flags[sampled] & HAS_STOP_IDS)).nonzero()[0].tolist():
-            stopped[i] |= int(tokens[i]) in slots.sequence(int(sampled[i])).stop_ids
-        done = stopped | (good & (at + 1 >= slots.limit[sampled]))
+            state.fail_rows(step, sampled[good & wrong].tolist(), lost=False)
+            now = slots.state[sampled]
+            good = (now != DEAD) & (now != EMPTY)
+            tokens = np.where(wrong, 0, tokens).astype(np.int32)
         batch = self._batch(sampled, tokens, good, logprobs)
         batch.prompts = told
-        for i in done.nonzero()[0].tolist():
-            self.state.end(int(sampled[i]), STOP if stopped[i] else LENGTH)
-        self.state.settle(rows)
+        ends = good & ((state.end_ids[tokens] > 0) | (now == ENDING))
+        for i in ends.nonzero()[0].tolist():
+            row = int(sampled[i])
+            if int(tokens[i]) in slots.sequence(row).end_ids:
+                state.end(row, STOP)
+            elif at[i] + 1 >= slots.limit[row]:
+                state.end(row, LENGTH)
+        state.settle(rows)
         batch.ended = self.take_ended()
         return batch
+
+    def _told(
+        self, step: Step, prompts: Mapping[int, tuple[int, TokenEntries]]
+    ) -> list[tuple[int, int, TokenEntries]]:
+        """What the runner says about chunks of prompts, by request, of rows that are alive."""
+        slots, rows = self.state.slots, step.rows
+        return [
+            (int(slots.request_id[rows[i]]), first, entries)
+            for i, (first, entries) in prompts.items()
+            if slots.state[rows[i]] != DEAD
+        ]
 
     def _landed(self, step: Step) -> None:
         """The oldest step in flight came back."""
@@ -132,9 +143,10 @@ class Scheduler:
     ) -> TokenBatch:
         """The tokens that count, with their logprobs."""
         slots = self.state.slots
-        kept = rows[good]
-        batch = TokenBatch(slots.request_id[kept], slots.child[kept], tokens[good])
-        self.state.stats.generated_tokens += len(kept)
+        if np.count_nonzero(good) < len(good):
+            rows, tokens = rows[good], tokens[good]
+        batch = TokenBatch(slots.request_id[rows], slots.child[rows], tokens)
+        self.state.stats.generated_tokens += len(rows)
         if logprobs:
             place = np.cumsum(good) - 1
             batch.logprobs = {int(place[i]): value for i, value in logprobs.items() if good[i]}

@@ -28,7 +28,6 @@ DEAD = 6  # ended; goes back to the table when nothing of it is in flight
 STATES = ("empty", "waiting", "prefill", "decode", "ending", "preempted", "dead")
 
 # Row flags: anything that makes the fast path look closer.
-HAS_STOP_IDS = 1  # more stop ids than the one in column `eos`
 SHARED_TAIL = 2  # the next block written may be shared: copy on write
 IS_RARE = 4  # the step needs the uncaptured sampler
 IS_BEAM = 8  # after each token the sequence stays ENDING until `octavo.scheduler.beam.regroup` says how it goes on
@@ -38,7 +37,6 @@ COLUMNS = (
     "known",  # tokens that exist, sampled ones in flight included
     "computed",  # tokens whose K and V are written once every plan made so far has run
     "limit",  # the sequence ends when it has this many tokens
-    "eos",  # token id that ends it, -1 for none
     "flags",
     "in_flight",  # planned steps that are not committed
     "device_row",
@@ -66,7 +64,7 @@ class Sequence:
     ids: I32
     keys: list[bytes]
     params: I32
-    stop_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
     forked: I32 | None = None
     dormant: list[Sequence] = field(default_factory=list)
     given_up: I32 | None = None
@@ -82,7 +80,6 @@ class SlotTable:
     known: I64
     computed: I64
     limit: I64
-    eos: I64
     flags: I64
     in_flight: I64
     device_row: I64

@@ -38,7 +38,8 @@ class SchedulerState:
     """Rows, blocks, queue, counters. Owner: one `Scheduler`; the planner works on it. Not thread-safe.
 
     history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
-    the host's copy of the device's block table. requests: live rows of each request. in_flight: plans that are not
+    the host's copy of the device's block table. requests: live rows of each request. end_ids: how many
+    requests end at a token id. in_flight: plans that are not
     committed, oldest first. ended: ends that no token batch has reported yet. shift, mask: log2 of the block size,
     and block size - 1.
     """
@@ -58,6 +59,7 @@ class SchedulerState:
         self.columns = np.arange(limits.max_blocks_per_seq, dtype=np.int32)
         self.requests: dict[int, list[int]] = {}
         self.device_rows = deque(range(1, limits.max_num_seqs + 1))
+        self.end_ids = np.zeros(limits.vocab_size, np.int32)
         self.in_flight: deque[Step] = deque()
         self.ended: list[Ended] = []
         self.arrivals = 0
@@ -113,22 +115,22 @@ class SchedulerState:
         slots = self.slots
         params = parameter_block(request)
         keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
-        stop_ids = frozenset(request.stop_ids) | frozenset(request.eos[1:])
+        end_ids = frozenset(request.stop_ids) | frozenset(request.eos)
         rows = []
         for child in range(request.n):
             row = slots.take()
             self.arrivals += 1
-            slots.sequences[row] = Sequence(request, row, prompt, list(keys), params, stop_ids)
+            slots.sequences[row] = Sequence(request, row, prompt, list(keys), params, end_ids)
             slots.state[row] = WAITING
             slots.known[row] = len(prompt)
             slots.limit[row] = request.limit + request.beam  # the search itself ends its beams
-            slots.eos[row] = request.eos[0] if request.eos else -1
-            slots.flags[row] = row_flags(request, stop_ids)
+            slots.flags[row] = row_flags(request)
             slots.order[row] = order_key(self.limits.policy, self.arrivals, self.rank(request))
             slots.request_id[row] = request.id
             slots.child[row] = child
             rows.append(row)
         self.requests[request.id] = rows
+        self.end_ids[list(end_ids)] += 1
         if not request.beam:
             slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
         self.enqueue(rows[0], fresh=True)
@@ -240,6 +242,7 @@ class SchedulerState:
         rows.remove(row)
         if not rows:
             del self.requests[request_id]
+            self.end_ids[list(slots.sequence(row).end_ids)] -= 1
         if slots.device_row[row]:
             self.device_rows.append(int(slots.device_row[row]))
         slots.give_back(row)

@@ -32,7 +32,6 @@ class Seen:
     known: int
     computed: int
     limit: int
-    eos: int
     flags: int
     in_flight: int
     device_row: int
