@@ -17,11 +17,18 @@ STALL_SECONDS = 30.0  # with a full buffer, until the reader is taken for dead
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection.
+
+    What is neither body nor done (a head, trailers, extensions of chunks) may be `MAX_HEAD` long. A request that goes
+    on after its response is complete has as much time to end as a head.
+    """
 
     _in_head = True
-    _head_bytes = 0
+    _in_request = False
+    _progress = False  # some body came, or a request ended, in the last piece of data
+    _loose_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -38,16 +45,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called by the loop."""
         if self.transport.is_closing():
             return
+        self._progress = False
         super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD:
-                self._refuse(b"431 Request Header Fields Too Large")
+        self._loose_bytes = 0 if self._progress else self._loose_bytes + len(data)
+        if self._loose_bytes > MAX_HEAD:
+            self._refuse(b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = self._in_request = True
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, b"408 Request Timeout")
 
@@ -58,6 +65,30 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser, for trailers too: the application has its headers already and gets no more."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._progress, self._in_request = True, False
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called when a response has been written."""
+        super().on_response_complete()
+        if self._in_request and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def pause_writing(self) -> None:
         """Called by the loop: the reader is behind."""
@@ -75,12 +106,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer without the application, and close."""
         self._stop_timers()
         if not self.transport.is_closing():
-            if self._head_bytes:
+            cycle = self.cycle
+            answered = cycle is not None and cycle.response_started
+            if self._loose_bytes and not (answered and not (self._in_head and cycle.response_complete)):
                 self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
 
     def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._stall_timer):
+        for timer in (self._head_timer, self._rest_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
-        self._head_timer = self._stall_timer = None
+        self._head_timer = self._rest_timer = self._stall_timer = None

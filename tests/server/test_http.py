@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import uvicorn
@@ -29,12 +30,12 @@ async def endless(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
     await send({"type": "http.response.body", "body": b"end"})
 
 
-def run(use: Callable[[int, set], Awaitable[None]]) -> None:
+def run(use: Callable[[int, set], Awaitable[None]], app: Any = endless) -> None:
     """Use a server: a function of its port and of its open connections."""
 
     async def body() -> None:
         sock = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(endless, http=BoundedProtocol, lifespan="off", log_config=None, ws="none")
+        config = uvicorn.Config(app, http=BoundedProtocol, lifespan="off", log_config=None, ws="none")
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         serving = asyncio.create_task(server.serve([sock]))
@@ -94,3 +95,62 @@ def test_f8_a_reader_that_stalls_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(http, "STALL_SECONDS", 2 * SECONDS)
     run(use)
+
+
+def chunked(path: str) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+
+
+async def whole_body(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+    """An application that answers with the names of its headers, before or after the body."""
+    while scope["path"] == "/body" and (await receive()).get("more_body"):
+        pass
+    names = b" ".join(name for name, _ in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": names})
+
+
+def test_what_follows_a_body_is_bounded() -> None:
+    """Trailers and extensions of chunks, many or one without an end; short trailers change nothing."""
+
+    async def use(port: int, connections: set) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(chunked("/body") + b"1;name=value\r\nx\r\n0\r\nauthorization: Bearer x\r\n\r\n")
+        assert b"host transfer-encoding\r\n" in await reader.readuntil(b"0\r\n\r\n")
+        writer.write(chunked("/body") + b"".join(b"1\r\nx\r\n" for _ in range(3 * http.MAX_HEAD)) + b"0\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+        for begin, again in ((b"0\r\n", b"x: y\r\n"), (b"0\r\nx: ", b"yyyy"), (b"1;a=", b"bbbb")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(chunked("/body") + begin)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    writer.write(again * (http.MAX_HEAD // 64))
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                assert (await reader.read()).startswith(b"HTTP/1.1 431")
+            writer.close()
+
+    run(use, whole_body)
+
+
+def test_a_body_that_goes_on_after_its_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(port: int, connections: set) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(chunked("/early"))
+        assert b"200 OK" in await reader.readuntil(b"0\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while connections:
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(SECONDS / 20)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):  # one that ends in time is left alone
+            writer.write(chunked("/early"))
+            assert b"200 OK" in await reader.readuntil(b"0\r\n\r\n")
+            writer.write(b"0\r\n\r\n")
+            await asyncio.sleep(SECONDS / 2)
+        writer.close()
+
+    monkeypatch.setattr(http, "HEAD_SECONDS", SECONDS / 4)
+    run(use, whole_body)
