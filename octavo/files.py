@@ -11,7 +11,8 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -23,6 +24,17 @@ from octavo.errors import ModelError
 MAX_JSON_BYTES = 16 << 20
 
 T = TypeVar("T", int, float, str, bool, dict[str, Any], list[Any])
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put `path` in front of a ModelError that does not name it: for what was read out of a file before."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in error.cause:
+            raise
+        raise ModelError(f"{path}: {error.cause}", error.fix) from None
 
 
 def open_regular(path: Path) -> int:

@@ -65,7 +65,7 @@ class Engine:
 
 def open_model(config: EngineConfig) -> OpenedModel:
     """Find the model, read its configuration, check its tensors. Raises ModelError."""
-    from octavo.files import read_json
+    from octavo.files import naming, read_json
     from octavo.model.families import spec_from_config
     from octavo.model.gguf_keys import spec_from_gguf
     from octavo.model.spec import weight_needs
@@ -79,19 +79,22 @@ def open_model(config: EngineConfig) -> OpenedModel:
     source: Literal["hf", "gguf"]
     if files.kind == "gguf":
         checkpoint: Checkpoint = GgufCheckpoint(files.path)
-        spec = spec_from_gguf(checkpoint.metadata, checkpoint.names())  # type: ignore[attr-defined]
+        with naming(files.path):
+            spec = spec_from_gguf(checkpoint.metadata, checkpoint.names())  # type: ignore[attr-defined]
         source = "gguf"
     else:
-        generation = files.path / "generation_config.json"
+        config_file, generation = files.path / "config.json", files.path / "generation_config.json"
         ends = read_json(generation).get("eos_token_id") if generation.exists() else None
-        spec = spec_from_config(read_json(files.path / "config.json"), ends)
+        with naming(config_file):
+            spec = spec_from_config(read_json(config_file), ends)
         source = "hf"
     needs = weight_needs(spec, source)
     if dummy:
         checkpoint = DummyCheckpoint(needs, _TAGS[run_dtype(config, spec)])
     elif files.kind != "gguf":
         checkpoint = open_checkpoint(files)
-    check(needs, checkpoint)
+    with naming(files.path):
+        check(needs, checkpoint)
     return OpenedModel(files, spec, needs, checkpoint, spec.eos_ids)
 
 

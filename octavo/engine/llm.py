@@ -22,6 +22,7 @@ from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
 from octavo.engine.build import Engine, OpenedModel, build_engine, open_model, with_ends
 from octavo.engine.client import build_beam_request, build_request, cut_prompt
 from octavo.errors import EngineError, ModelError, RequestError
+from octavo.files import naming
 from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
 from octavo.text.bad_words import bad_sequences
 from octavo.text.outputs import RequestText, SampledLogprobs
@@ -300,9 +301,10 @@ class LLM:
 
 def _tokenizer(model: OpenedModel) -> Tokenizer:
     metadata = getattr(model.checkpoint, "metadata", None)
-    if model.files.kind == "gguf" and metadata is not None:
-        return Tokenizer.from_gguf(metadata)
-    tokenizer = Tokenizer.from_folder(model.files.path)
+    with naming(model.files.path):
+        if model.files.kind == "gguf" and metadata is not None:
+            return Tokenizer.from_gguf(metadata)
+        tokenizer = Tokenizer.from_folder(model.files.path)
     if tokenizer.vocab_size > model.spec.vocab_size:
         raise ModelError(
             f"The tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.spec.vocab_size}.",
