@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in NOTICES:
         if name not in known:
             flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
