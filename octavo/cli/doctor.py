@@ -136,12 +136,14 @@ def torch_info() -> Torch:
 
 def backends(torch: Torch) -> tuple[Backend, ...]:
     """Each way to run a model, fastest first; exactly one is used, or none when torch is missing too."""
+    from octavo.kernels import native
+
     no_card = torch.missing or ("" if torch.devices else "no CUDA device is visible to torch")
     has_card = "a CUDA device is visible to torch" if torch.devices else ""
     reasons = {
         "flash": no_card or _absent("flash_attn", "octavo.attention.flash"),
         "triton": no_card or _absent("triton", "octavo.attention.triton"),
-        "native": has_card or _absent(None, "octavo.kernels.native"),
+        "native": has_card or native.missing(),
         "torch_cpu": has_card or torch.missing or _absent(None, "octavo.attention.torch_cpu"),
         "reference": torch.missing or _absent(None, "octavo.attention.reference"),
     }

@@ -122,13 +122,13 @@ def used(torch: Torch, monkeypatch: pytest.MonkeyPatch, present: set[str]) -> li
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = {
         "flash_attn", "triton", "octavo.attention.flash", "octavo.attention.triton",
-        "octavo.kernels.native", "octavo.attention.torch_cpu", "octavo.attention.reference",
+        "octavo.kernels.native._native", "octavo.attention.torch_cpu", "octavo.attention.reference",
     }  # fmt: skip
     assert used(CUDA_TORCH, monkeypatch, everything) == ["flash"]
     assert used(CUDA_TORCH, monkeypatch, everything - {"flash_attn"}) == ["triton"]
     assert used(CUDA_TORCH, monkeypatch, everything - {"flash_attn", "triton"}) == ["reference"]
     assert used(CPU_TORCH, monkeypatch, everything) == ["native"]
-    assert used(CPU_TORCH, monkeypatch, everything - {"octavo.kernels.native"}) == ["torch_cpu"]
+    assert used(CPU_TORCH, monkeypatch, everything - {"octavo.kernels.native._native"}) == ["torch_cpu"]
     assert used(NO_TORCH, monkeypatch, everything) == ["native"]
     assert used(NO_TORCH, monkeypatch, set()) == []
 
