@@ -262,7 +262,7 @@ def check_tools(body: ChatBody) -> None:
     if isinstance(body.tool_choice, dict):
         function = body.tool_choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise Problem(
                 400, "tool_choice names a function that is not among the tools. Add it.", param="tool_choice"
             )

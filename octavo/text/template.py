@@ -77,6 +77,8 @@ def render_chat(
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of `messages` with content as one string and tool-call arguments as mappings."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError("messages is no list.", "Send a list of objects.", param="messages")
     if not messages:
         raise RequestError("There are no messages.", "Send at least one.", param="messages")
     prepared = []
@@ -85,8 +87,11 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             raise RequestError(f"Message {index} is not an object with a role.", param="messages")
         copy = dict(message)
         copy["content"] = _joined_content(message.get("content"), index)
-        if message.get("tool_calls"):
-            copy["tool_calls"] = [_with_mapping(call, index) for call in message["tool_calls"]]
+        calls = message.get("tool_calls")
+        if calls:
+            if not isinstance(calls, (list, tuple)):
+                raise RequestError(f"The tool_calls of message {index} are no list.", param="messages")
+            copy["tool_calls"] = [_with_mapping(call, index) for call in calls]
         prepared.append(copy)
     return prepared
 
@@ -102,15 +107,21 @@ def _joined_content(content: Any, index: int) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part if isinstance(part, str) else part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        text = part if isinstance(part, str) else part.get(field) if field is not None else None
         if not isinstance(text, str):
             raise RequestError(
-                f"Message {index} has a part of type {kind!r} without text.",
+                f"Message {index} has a part of type {_named(kind)} without text.",
                 "This model reads parts of type 'text' only.",
                 param="messages",
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _named(kind: Any) -> str:
+    """A type as a message may show it."""
+    return repr(kind[:40]) if isinstance(kind, str) else "null" if kind is None else f"({type(kind).__name__})"
 
 
 def _with_mapping(call: Any, index: int) -> Any:
