@@ -82,12 +82,12 @@ OCTAVO_INLINE F log(F x) {
 }
 
 // x * sigmoid(x)
-OCTAVO_INLINE F silu(F x) { return fdiv(x, fadd(fset(1.0f), exp(fsub(fzero(), x)))); }
+OCTAVO_INLINE F silu(F x) { return fmul(x, reciprocal(fadd(fset(1.0f), exp(fsub(fzero(), x))))); }
 
 // tanh by way of exp(-2|x|), odd by construction.
 OCTAVO_INLINE F tanh(F x) {
     F e = exp(fmul(fabs(x), fset(-2.0f)));
-    F t = fdiv(fsub(fset(1.0f), e), fadd(fset(1.0f), e));
+    F t = fmul(fsub(fset(1.0f), e), reciprocal(fadd(fset(1.0f), e)));
     return as_float(ior(iand(as_int(x), iset(static_cast<int>(0x80000000u))), as_int(t)));
 }
 

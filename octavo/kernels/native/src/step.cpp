@@ -259,13 +259,17 @@ void Engine::plan_decode(std::vector<Span>& rows, int most) {
         int n = a.position / dims_.block_size + 1, m = b.position / dims_.block_size + 1;
         return std::lexicographical_compare(a.table, a.table + n, b.table, b.table + m);
     });
+    // Rows that share nothing also go together, so that one's keys come from memory while another is worked on; but
+    // there should be enough tasks for all threads.
+    int units = static_cast<int>(rows.size()) * dims_.kv_heads, together = std::clamp(units / (8 * threads()), 1, most);
     for (size_t i = 0, end; i < rows.size(); i = end) {
         int shared = 0;
         for (end = i + 1; end < rows.size() && static_cast<int>(end - i) < most; end++) {
             int common = common_segments(rows[end - 1], rows[end]);
+            if (end == i + 1) shared = common;
             // A row that shares much less than those before would cost them their sharing.
-            if (common == 0 || 2 * common < shared) break;
-            shared = end == i + 1 ? common : std::min(shared, common);
+            if (shared ? 2 * common < shared : common > 0 || static_cast<int>(end - i) >= together) break;
+            shared = std::min(shared, common);
         }
         int first = static_cast<int>(spans_.size());
         spans_.insert(spans_.end(), rows.begin() + static_cast<long>(i), rows.begin() + static_cast<long>(end));
