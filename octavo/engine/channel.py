@@ -35,7 +35,7 @@ class EngineEnd:
     def receive(self, seconds: float) -> list[Any]:
         """Messages that have arrived; waits up to `seconds` for the first. WireError for what is none."""
         if seconds:
-            self._wait(seconds)
+            self._wait(seconds, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         messages: list[Any] = []
         while not self.closed:
             try:
@@ -63,7 +63,7 @@ class EngineEnd:
             except BlockingIOError:
                 if len(self._unsent) < MAX_UNSENT:
                     return
-                self._wait(1.0)
+                self._wait(1.0, select.POLLOUT)  # only that: a client that goes on asking must not keep us turning
                 continue
             except OSError:
                 self.closed = True
@@ -76,10 +76,9 @@ class EngineEnd:
             self.flush()
             if not self._unsent or self.closed:
                 return
-            self._wait(0.1)
+            self._wait(0.1, select.POLLOUT)
 
-    def _wait(self, seconds: float) -> None:
-        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+    def _wait(self, seconds: float, events: int) -> None:
         self._selector.register(self._sock, events)
         self._selector.poll(seconds * 1000)
 
