@@ -7,7 +7,8 @@ engine runs sequences, and `max_num_queued_reqs` more to wait on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from octavo.server.problem import Problem
 
@@ -33,6 +34,15 @@ class Gate:
         """Take seats, to be given back with `release`. Raises Problem when there are not enough."""
         self._admit(seats)
         self.taken += seats
+
+    @contextmanager
+    def seat(self) -> Iterator[None]:
+        """One seat for work on text alone. Raises Problem when there is none."""
+        self.take(1)
+        try:
+            yield
+        finally:
+            self.taken -= 1
 
     def release(self, seats: int, seconds: float) -> None:
         """Give seats back that were taken for `seconds`."""

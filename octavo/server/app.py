@@ -165,8 +165,14 @@ class Control:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: of a prompt, or of messages through the chat template."""
         service = self._service
+        service.gate.check()
         body = await read_json(request, TokenizeBody)
         service.check_model(body.model)
+        with service.gate.seat():
+            return await self._tokenized(body)
+
+    async def _tokenized(self, body: TokenizeBody) -> Response:
+        service = self._service
         if (body.prompt is None) == (body.messages is None):
             raise Problem(400, "Give either prompt or messages.", param="prompt")
         if body.messages is not None:
@@ -181,6 +187,8 @@ class Control:
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
+        gate = self._service.gate
+        gate.check()
         body = await read_json(request, DetokenizeBody)
         tokenizer, size = self._service.llm.tokenizer, self._service.llm.limits.vocab_size
         if len(body.tokens) > MAX_DETOKENIZE:
@@ -188,7 +196,8 @@ class Control:
         wrong = next((token for token in body.tokens if not 0 <= token < size), None)
         if wrong is not None:
             raise Problem(400, f"{wrong} is no token id. Ids are 0 to {size - 1}.", param="tokens")
-        text = await self._service.work(len(body.tokens), lambda: tokenizer.decode(body.tokens, False))
+        with gate.seat():
+            text = await self._service.work(len(body.tokens), lambda: tokenizer.decode(body.tokens, False))
         return json_response({"prompt": text})
 
     async def live(self, request: Request) -> Response:
