@@ -7,6 +7,7 @@ goes wrong in between.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -18,12 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.server import protocol
 from octavo.server.body import read_json
-from octavo.server.job import ClientGone, Job
+from octavo.server.job import ClientGone, Job, as_problem
 from octavo.server.problem import Problem, json_response
 from octavo.server.protocol import ChatBody, CompletionBody, Sampling
 from octavo.server.service import Service
 from octavo.server.shape import ChatShape, Pieces, Shape, TextShape, prompt_logprobs
 from octavo.server.stream import EventStream, Writer, whole
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
 
@@ -185,7 +188,10 @@ def demo_texts(job: Job, prompt: str) -> dict[str, list[str]]:
 
 
 class DemoStream(Response):
-    """`/generate` with `stream`: JSON objects with all the text so far, each followed by a zero byte."""
+    """`/generate` with `stream`: JSON objects with all the text so far, each followed by a zero byte.
+
+    The last one has all the text, or an `error`.
+    """
 
     def __init__(self, job: Job, prompt: str) -> None:
         self.background = None
@@ -197,18 +203,27 @@ class DemoStream(Response):
         """Called by Starlette."""
         job, started = self._job, False
         try:
-            while not job.finished:
+            while True:
                 await job.changed()
+                data = msgspec.json.encode(demo_texts(job, self._prompt)) + b"\0"
+                over = job.finished  # as `data` is; more may come while it is sent
                 if not started:
                     headers = [(b"content-type", b"application/json")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     started = True
-                data = msgspec.json.encode(demo_texts(job, self._prompt)) + b"\0"
-                await send({"type": "http.response.body", "body": data, "more_body": not job.finished})
+                await send({"type": "http.response.body", "body": data, "more_body": not over})
+                if over:
+                    return
         except ClientGone:
             return
-        except Problem as problem:
+        except Exception as error:
+            problem = as_problem(error)
+            if problem.status == 500 and not isinstance(error, Problem):
+                _log.exception("A stream failed.")
             if not started:
                 await problem.response()(scope, receive, send)
+                return
+            data = msgspec.json.encode(problem.body()) + b"\0"
+            await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
             job.close()
