@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
+    from octavo.engine.llm_engine import AsyncEngineArgs, EngineArgs, LLMEngine
     from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _PLACES = dict.fromkeys(__all__, "octavo.types") | {
     "LLM": "octavo.engine.llm",
     "AsyncLLM": "octavo.engine.async_llm",
+    **dict.fromkeys(("LLMEngine", "EngineArgs", "AsyncEngineArgs"), "octavo.engine.llm_engine"),
 }
 
 

@@ -7,6 +7,7 @@ the same input gives the same numbers anywhere, and so that they can be printed 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -48,7 +49,7 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = option(16, f"tokens of one KV block: {', '.join(map(str, BLOCK_SIZES))}")
+    block_size: int | str = option(16, f"tokens of one KV block: {', '.join(map(str, BLOCK_SIZES))}")
     kv_cache_memory_bytes: int | None = option(None, "bytes of the KV cache; a share of the free memory if left out")
     gpu_memory_utilization: float = option(0.9, "share of the card's memory for weights, steps and KV cache")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
@@ -117,6 +118,10 @@ NOTICES = {
     "continuous_batching": "Batching is always continuous; the option is ignored.",
     "use_v2_block_manager": "There is one block manager; the option is ignored.",
     "enable_chunked_prefill": "Long prompts are always computed in chunks; the option is ignored.",
+    "chunk_size": "Streams send every token; how many go into one event is --stream-interval of the server.",
+    "streaming": "LLM.stream streams, and so does the server for requests with stream=true; the option is ignored.",
+    "disable_log_stats": "Figures are on the metrics page; the option is ignored.",
+    "disable_log_requests": "Requests are not logged; the option is ignored.",
     "trust_remote_code": "Octavo never runs code of a model; the option is ignored.",
 }
 
@@ -127,6 +132,8 @@ def engine_config(**options: Any) -> tuple[EngineConfig, list[str]]:
     Raises ConfigError for an option that does not exist.
     """
     notices = [f"{name}: {NOTICES[name]}" for name in options if name in NOTICES]
+    if isinstance(options.get("block_size"), str):
+        notices.append("block_size: Blocks are counted in tokens; the nearest block of this many bytes is taken.")
     parts: dict[str, Any] = {}
     known: list[str] = []
     for part, cls in PARTS:
@@ -201,9 +208,7 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         raise ConfigError(f"depth is {depth}.", "Give 0, 1 or 2.")
     if wish.parallel.tensor_parallel_size != 1:
         raise ConfigError(f"tensor_parallel_size is {wish.parallel.tensor_parallel_size}.", "Only 1 is built so far.")
-    size = wish.cache.block_size
-    if size not in BLOCK_SIZES:
-        raise ConfigError(f"block_size is {size}.", f"Give one of {', '.join(map(str, BLOCK_SIZES))} (tokens).")
+    size = _block_tokens(wish.cache.block_size, model.kv_bytes_per_token)
     wished_len = wish.model.max_model_len
     if wished_len is not None and not 1 < wished_len <= model.max_positions:
         raise ConfigError(
@@ -236,6 +241,17 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         low_first=_one_of("priority_order", wish.scheduler.priority_order, PRIORITY_ORDERS) == "low-first",
         kv_bytes_per_block=per_block,
     )
+
+
+def _block_tokens(wish: int | str, token_bytes: int) -> int:
+    """The block size in tokens. For a size in bytes, as in old guides, the largest block that is not larger."""
+    match = re.fullmatch(r"(\d{1,6}) *(K|M|G)I?B", str(wish).upper())
+    if match is not None:
+        wished = int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]]
+        return max((size for size in BLOCK_SIZES if size * token_bytes <= wished), default=BLOCK_SIZES[0])
+    if isinstance(wish, bool) or wish not in BLOCK_SIZES:
+        raise ConfigError(f"block_size is {wish}.", f"Give one of {', '.join(map(str, BLOCK_SIZES))} (tokens).")
+    return int(wish)
 
 
 def _one_of(name: str, value: str, values: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
@@ -29,6 +29,10 @@ from octavo.text.outputs import RequestText, SampledLogprobs
 from octavo.text.template import render_chat
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import BeamSearchOutput, BeamSearchParams, BeamSequence, RequestOutput, SamplingParams
+from octavo.weights.gguf import GgufCheckpoint
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import LLMEngine
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ class LLM:
     """A model and an engine for it. Keyword options are the fields of `octavo.config`, under vLLM's names.
 
     model: folder, .gguf file or hub id; None is the embedded SmolLM2-135M-Instruct. skip_tokenizer_init: token ids
-    only, no text. Raises ConfigError for options, ModelError for a model that cannot be loaded.
+    only, no text. Raises ConfigError for options, ModelError for a model that cannot be loaded. `name`: what the
+    model was called. `weight_bytes`: of its tensors as stored.
     """
 
     def __init__(self, model: str | None = None, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
@@ -62,6 +67,13 @@ class LLM:
     def engine(self) -> Engine:
         """The engine inside: its facts and its scheduler."""
         return self._engine
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """This engine in the spelling of old scripts: step by step, and with a view of its block manager."""
+        from octavo.engine.llm_engine import LLMEngine
+
+        return LLMEngine(self)
 
     @property
     def stats(self) -> Stats:
@@ -87,9 +99,9 @@ class LLM:
         added = []
         try:
             for i, (prompt, param) in enumerate(zip(batch, params, strict=True)):
-                added.append(self._add(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
+                added.append(self.open(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
         except BaseException:  # an interrupt too must not leave requests behind
-            self._drop(added)
+            self.drop(added)
             raise
         return self._run(added, use_tqdm)
 
@@ -168,7 +180,7 @@ class LLM:
                 self._beams[number] = BeamGroup(number, BeamSearch(search))
                 added.append(number)
             while any(not self._beams[number].done for number in added):
-                self._step()
+                self.turn()
             return [self._beam_output(self._beams[number]) for number in added]
         finally:
             for number in added:
@@ -191,17 +203,17 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
         """Yield the growing result of one prompt after every step that changed it. Closing the iterator aborts it."""
-        number = self._add(prompt, sampling_params or SamplingParams(), cache_salt, "")
+        number = self.open(prompt, sampling_params or SamplingParams(), cache_salt)
         text = self._texts[number]
         try:
             sent = False
             while not sent:
                 # Another stream may have driven the engine until this one was finished.
-                if text.finished or number in self._step():
+                if text.finished or number in self.turn():
                     sent = text.finished
                     yield text.snapshot()
         finally:
-            self._drop([number])
+            self.drop([number])
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise RequestError when `generate` would refuse this prompt."""
@@ -209,7 +221,8 @@ class LLM:
         ids = cut_prompt(self._prompt_ids(prompt)[1], params, limits)
         build_request(0, ids, params, limits, bad=bad_sequences(params.bad_words or (), self.tokenizer))
 
-    def _add(self, prompt: Prompt, params: SamplingParams, salt: str, where: str) -> int:
+    def open(self, prompt: Prompt, params: SamplingParams, salt: str = "", where: str = "") -> int:
+        """Queue a request and return its number; `turn`, `result` and `drop` do the rest. `where` begins refusals."""
         number = next(self._numbers)
         try:
             text, ids = self._prompt_ids(prompt)
@@ -251,22 +264,26 @@ class LLM:
         try:
             with bar:
                 while left:
-                    touched = self._step()
+                    touched = self.turn()
                     ended = [n for n in touched if n in left and self._texts[n].finished]
                     left.difference_update(ended)
                     bar.update(len(ended))
             return [self._texts[number].output for number in numbers]
         finally:
-            self._drop(numbers)
+            self.drop(numbers)
 
-    def _drop(self, numbers: list[int]) -> None:
+    def drop(self, numbers: Sequence[int]) -> None:
         """Forget requests; those that still run are aborted."""
         for number in numbers:
             text = self._texts.pop(number, None)
             if text is not None and not text.finished:
                 self._engine.scheduler.abort(number)
 
-    def _step(self) -> set[int]:
+    def result(self, number: int) -> RequestOutput:
+        """A copy of what a request has given so far."""
+        return self._texts[number].snapshot()
+
+    def turn(self) -> set[int]:
         """One turn of the engine; returns the requests whose results changed."""
         touched: set[int] = set()
         for batch in self._engine.loop.step():
@@ -302,8 +319,9 @@ class LLM:
 def _tokenizer(model: OpenedModel) -> Tokenizer:
     metadata = getattr(model.checkpoint, "metadata", None)
     with naming(model.files.path):
-        if model.files.kind == "gguf" and metadata is not None:
-            return Tokenizer.from_gguf(metadata)
+        if model.files.kind == "gguf":
+            # Dummy weights have none: the file is there all the same.
+            return Tokenizer.from_gguf(GgufCheckpoint(model.files.path).metadata if metadata is None else metadata)
         tokenizer = Tokenizer.from_folder(model.files.path)
     if tokenizer.vocab_size > model.spec.vocab_size:
         raise ModelError(
