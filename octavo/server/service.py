@@ -114,7 +114,7 @@ class Service:
                 extra=extra,
             )
 
-        size = INLINE_CHARS + 1 if body.chat_template else sum(_size(message) for message in messages)
+        size = INLINE_CHARS + 1 if body.chat_template else sum(map(_size, (*messages, body.tools, extra)))
         return await self.work(size, task)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import EngineError
 from octavo.server import service as service_module
 from octavo.text.bad_words import bad_sequences
 from octavo.text.tokenizer import Tokenizer
@@ -39,3 +40,88 @@ def test_bad_words_are_spelled_once_and_not_on_the_event_loop(
     assert [request["bad"] for request in service.llm.submitted] == [wanted] * 3  # type: ignore[attr-defined]
     status, data = asyncio.run(ask(service, "/v1/completions", {"prompt": "a", "bad_words": ["a" * 64] * 64}))
     assert status == 400 and json.loads(data)["error"]["param"] == "bad_words" and service.gate.taken == 0
+
+
+def test_long_tools_documents_and_variables_are_rendered_in_a_thread(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def render(*args: Any, **kwargs: Any) -> str:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return "x"
+
+    monkeypatch.setattr(service_module, "render_chat", render)
+    service, long = make(tokenizer), "x" * service_module.INLINE_CHARS
+    for fields, here in (
+        ({}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": long}}]}, False),
+        ({"documents": [{"text": long}]}, False),
+        ({"chat_template_kwargs": {"a": {"b": [long]}}}, False),
+        ({"chat_template_kwargs": {long: 1}}, False),
+    ):
+        body = {"messages": [{"role": "user", "content": "a"}], **fields}
+        assert asyncio.run(ask(service, "/v1/chat/completions", body))[0] == 200
+        assert seen.pop() == here
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_work_on_text_takes_a_seat(tokenizer: Tokenizer, path: str) -> None:
+    service = make(tokenizer, max_num_queued_reqs=0)
+    body = {"prompt": "Hello"} if path == "/tokenize" else {"tokens": [9]}
+    taken = []
+    work = service.work
+
+    async def watch(size: int, task: Any) -> Any:
+        taken.append(service.gate.taken)
+        return await work(size, task)
+
+    service.work = watch  # type: ignore[method-assign]
+    assert asyncio.run(ask(service, path, body))[0] == 200 and taken == [1] and service.gate.taken == 0
+    assert asyncio.run(ask(service, path, {"prompt": "x", "tokens": [-1], "messages": []}))[0] == 400
+    service.gate.take(8)
+    assert asyncio.run(ask(service, path, body))[0] == 429 and service.gate.taken == 8
+    service.gate.closed = "The end."
+    assert asyncio.run(ask(service, path, body))[0] == 503
+
+
+DEMO = {"prompt": "Say", "stream": True}
+
+
+def test_a_demo_stream_has_everything_however_slow_its_reader_is(tokenizer: Tokenizer) -> None:
+    """What comes, and ends, while a part is being sent is sent too."""
+    service = make(tokenizer)
+    llm: Any = service.llm
+    streams: list[Any] = []
+
+    def begin(stream: Any) -> None:
+        streams.append(stream)
+        stream.text.push(0, 9, None, ends=False)
+        stream.signal.set()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and message["more_body"]:
+            llm.finish(streams[0])  # while this part is on its way
+            await asyncio.sleep(0)
+
+    llm.play = begin
+    status, data = asyncio.run(ask(service, "/generate", DEMO, send))
+    parts = [json.loads(part)["text"] for part in data.split(b"\0")[:-1]]
+    want = tokenizer.decode([9, *llm.answer])
+    assert status == 200 and parts == [["Say" + tokenizer.decode([9])], ["Say" + want]]
+
+
+def test_a_demo_stream_that_fails_says_so(tokenizer: Tokenizer) -> None:
+    service = make(tokenizer)
+    llm: Any = service.llm
+
+    def begin(stream: Any) -> None:
+        stream.text.push(0, 9, None, ends=False)
+        stream.signal.set()
+        asyncio.get_running_loop().call_later(0.05, stream.fail, EngineError("gone"))
+
+    llm.play = begin
+    status, data = asyncio.run(ask(service, "/generate", DEMO))
+    *_, last, rest = data.split(b"\0")
+    assert status == 200 and rest == b"" and json.loads(last)["error"]["type"] == "unavailable_error"
+    assert service.gate.taken == 0 and not service.jobs
