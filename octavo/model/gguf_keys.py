@@ -16,7 +16,7 @@ from octavo.files import field
 from octavo.model.families.common import MAX_LAYERS, MAX_POSITIONS, number, size
 from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec
 
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("gemma2", "gemma3", "granite", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
 
 # Of layers with a window in Gemma, every so many-th has none; the 27B model scales its scores in its own way.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6}
@@ -104,6 +104,14 @@ def _with_family(base: ModelSpec, keys: Mapping[str, Any]) -> ModelSpec:
         return replace(base, architecture="qwen3_moe")
     if arch == "phi3":
         return _phi3(base, keys, window)
+    if arch == "granite":
+        return replace(
+            base,
+            embed_scale=number(keys, "embedding_scale", 1.0),
+            attention_scale=number(keys, "attention.scale", base.softmax_scale),
+            residual_scale=number(keys, "residual_scale", 1.0),
+            logit_scale=1.0 / number(keys, "logit_scale", 1.0),
+        )
     if arch not in _FULL_EVERY:
         return base
     every = size(keys, "attention.sliding_window_pattern", _FULL_EVERY[arch])

@@ -188,7 +188,7 @@ def weight_needs(spec: ModelSpec, source: Origin) -> list[TensorNeed]:
     layer `layers.<i>.` + `attn_norm`, `qkv`, `qkv_bias`, `q_norm`, `k_norm`, `o`, `o_bias`, `post_attn_norm`,
     `mlp_norm`, `gate_up`, `gate_up_bias`, `down`, `down_bias`, `post_mlp_norm`; with experts `router`,
     `experts_gate`, `experts_up`, `experts_down` (all experts' rows one after the other) in place of the MLP's.
-    Matrices are [out, in]. GGUF files of arch `llama` keep the rows of q and k with interleaved rotary pairs.
+    Matrices are [out, in]. GGUF files of `llama` and `granite` keep the rows of q and k with interleaved pairs.
     """
     needs = _Needs(spec, source)
     hidden = spec.hidden_size
@@ -217,7 +217,7 @@ class _Needs:
     def joined(self, name: str, parts: _Parts, width: int = 0, layer: int = -1, kind: str = "weight") -> TensorNeed:
         """A tensor of the rows of all parts, `width` columns wide (0: a vector)."""
         spec, tail = self._spec, (width,) if width else ()
-        interleaved = self._source == "gguf" and spec.architecture == "llama"
+        interleaved = self._source == "gguf" and spec.architecture in ("granite", "llama")
         heads = {"q": spec.heads, "k": spec.kv_heads} if interleaved else {}
         names = {key: self._names[key].format(kind, layer=layer) for key, _ in parts}
         sources = tuple(Source(names[key], (rows, *tail), heads.get(key, 0)) for key, rows in parts)

@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", GEMMA | {"num_hidden_layers": 7, "rope_parameters": None, "query_pre_attn_scalar": 32}),
+    "granite": ("granite", {}),
     "phi3": ("phi3-longrope", {}),
     "qwen3moe": ("qwen3-moe-sparse", {"decoder_sparse_step": 1}),
 }
@@ -52,6 +53,8 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         keys["attention.sliding_window"] = config.sliding_window
     if arch == "gemma2":
         keys |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    if arch == "granite":
+        keys |= {"embedding_scale": 3.0, "attention.scale": 0.15, "residual_scale": 0.4, "logit_scale": 2.5}
     if arch == "phi3":
         magnitude = float(np.sqrt(1 + np.log(512 / 64) / np.log(64)))
         keys |= {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": magnitude}
@@ -79,7 +82,7 @@ def tensors_of(arch: str, model: Any) -> dict[str, np.ndarray]:
             before, _, after = name.partition(".experts.")
             experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(array)
             continue
-        if arch == "llama" and "q_proj" in name or arch == "llama" and "k_proj" in name:
+        if arch in ("granite", "llama") and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = interleave(array, heads)
         if "gemma" in arch and "norm" in name:

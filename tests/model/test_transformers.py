@@ -11,6 +11,7 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -68,6 +69,16 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-window": (
         Qwen3Config,
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.15,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
     ),
     "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 24}),
     "mistral-no-window": (MistralConfig, {"sliding_window": None}),

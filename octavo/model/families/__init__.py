@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.errors import ModelError
-from octavo.model.families import gemma, llama, mistral, phi3, qwen2, qwen3
+from octavo.model.families import gemma, granite, llama, mistral, phi3, qwen2, qwen3
 from octavo.model.families.common import token_ids
 from octavo.model.spec import ModelSpec
 
@@ -19,6 +19,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "Gemma2ForCausalLM": gemma.gemma2_spec,
     "Gemma3ForCausalLM": gemma.gemma3_spec,
     "Gemma3ForConditionalGeneration": gemma.gemma3_text_spec,
+    "GraniteForCausalLM": granite.spec,
     "LlamaForCausalLM": llama.spec,
     "MinistralForCausalLM": mistral.spec,
     "MistralForCausalLM": mistral.spec,
