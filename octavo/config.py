@@ -93,7 +93,9 @@ class ServerConfig:
     served_model_name: str | None = option(None, "names it answers to, separated by commas; its own if left out")
     api_key: str | None = option(None, "keys that requests must carry, separated by commas; or OCTAVO_API_KEY")
     api_key_file: str | None = option(None, "file with further keys, one a line")
-    admin_key: str | None = option(None, "key for /metrics and /debug; the API keys if left out; or OCTAVO_ADMIN_KEY")
+    admin_key: str | None = option(
+        None, "key for /metrics and /debug; a sole API key if left out; or OCTAVO_ADMIN_KEY"
+    )
     insecure_no_auth: bool = option(False, "listen to other machines without any key")
     max_num_queued_reqs: int = option(1024, "sequences that may wait beside those that run; others get 429")
     default_timeout: float = option(0.0, "seconds until a request ends with 504; 0: no limit; timeout_s overrides")

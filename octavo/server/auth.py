@@ -3,7 +3,7 @@
 Only `scope["path"]` decides, never a header; a path that is not exactly a known one needs a key like any other. Keys
 are held as digests and compared in constant time, on bytes. With no key at all, which only a loopback address allows,
 the Host header must name this machine, so that a page of another site cannot reach the server through a name of its
-own.
+own. What shows everyone's requests needs the admin key as soon as there are several others.
 """
 
 from __future__ import annotations
@@ -116,8 +116,11 @@ class Guard:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        if path in ADMIN and self._keys.admin and not admin:
-            raise Problem(403, "This route needs the admin key.")
+        if path in ADMIN and not admin:
+            if self._keys.admin:
+                raise Problem(403, "This route needs the admin key.")
+            if len(set(self._keys.api)) > 1:  # it would show each of them what the others do
+                raise Problem(403, "There are several API keys and no admin key. Start the server with --admin-key.")
         scope["state"]["tenant"] = sha256(b"octavo-tenant" + digest).hexdigest()[:32]
 
 

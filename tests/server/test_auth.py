@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server.app import build_app
-from octavo.server.auth import OPEN, Keys, check_bind, is_loopback, load_keys
+from octavo.server.auth import ADMIN as ADMIN_ROUTES
+from octavo.server.auth import OPEN, Guard, Keys, check_bind, is_loopback, load_keys
+from octavo.server.problem import json_response
 from tests.server.running import ROOT, Running, read_all
 
 KEY, OTHER, ADMIN = "key-0123456789", "other-0123456789", "admin-0123456789"
@@ -114,6 +118,31 @@ def test_b69_the_right_key(locked: Running) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
     for path in ("/metrics", "/debug/kv", "/debug/requests", "/debug/steps", "/v1/models"):
         assert locked.call(path, headers=headers).status == 200
+
+
+def test_several_keys_without_an_admin_key_do_not_see_each_other() -> None:
+    """/metrics and /debug tell of everyone's requests: for a sole key only, until there is an admin key."""
+
+    async def status(path: str, *keys: str) -> tuple[int, str]:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await json_response({})(scope, receive, send)
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        loaded = load_keys(ServerConfig(api_key=",".join(keys)))
+        headers = [(b"authorization", b"Bearer " + KEY.encode())]
+        scope = {"type": "http", "path": path, "headers": headers, "state": {}}
+        await Guard(app, loaded, False)(scope, None, send)  # type: ignore[arg-type]
+        return sent[0]["status"], sent[1]["body"].decode()
+
+    for path in sorted(ADMIN_ROUTES):
+        code, text = asyncio.run(status(path, KEY, OTHER))
+        assert code == 403 and "--admin-key" in text
+        assert asyncio.run(status(path, KEY))[0] == asyncio.run(status(path, KEY, KEY))[0] == 200
+    assert asyncio.run(status("/v1/models", KEY, OTHER))[0] == 200
 
 
 def test_d8_tenants_do_not_share_the_cache(locked: Running) -> None:
