@@ -76,11 +76,13 @@ class Stream:
     """One request on its way. `text.output` grows, and `signal` is set each time; or `failure` is set.
 
     A child's text can be complete before the engine has reported its end (a stop string); `finished` waits for the
-    report, which carries the numbers for the usage. Times are of `time.monotonic`.
+    report, which carries the numbers for the usage. Times are of `time.monotonic`. `begun`: when each child got its
+    first token; `paces`: for each child that has ended, seconds for each token after that.
     """
 
     __slots__ = (
-        "arrived", "ended", "failure", "first_token", "last_token", "number", "running", "signal", "text", "tokens",
+        "arrived", "begun", "ended", "failure", "first_token", "last_token", "number", "paces", "running", "signal",
+        "text", "tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, text: RequestText, signal: Signal) -> None:
@@ -94,6 +96,8 @@ class Stream:
         self.ended = 0.0
         self.tokens = 0
         self.running = text.params.n
+        self.begun = [0.0] * text.params.n
+        self.paces: list[float] = []
 
     @property
     def finished(self) -> bool:
@@ -355,6 +359,7 @@ class AsyncLLM:
             if stream is None or stream.text.output.outputs[child].finish_reason is not None:
                 continue
             touched[stream] = touched.get(stream, 0) + 1
+            stream.begun[child] = stream.begun[child] or now
             found: Any = logprobs.get(i) if logprobs else None
             if stream.text.push(child, token, found, ends=(number, child) in stops) and self._channel is not None:
                 self._channel.send(Abort(number, child))
@@ -365,6 +370,9 @@ class AsyncLLM:
             touched.setdefault(stream, 0)
             stream.text.end(end.child, REASONS[end.reason])
             stream.running -= 1
+            count = len(stream.text.output.outputs[end.child].token_ids)
+            if count > 1:
+                stream.paces.append((now - stream.begun[end.child]) / (count - 1))
             if end.child == 0:
                 stream.text.output.num_cached_tokens = end.cached_tokens
             stream.text.output.num_preemptions += end.preemptions

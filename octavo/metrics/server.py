@@ -6,7 +6,7 @@ docs/metrics.md explains every name. Times are seconds; shares are 0 to 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -63,7 +63,7 @@ class ServerMetrics:
         self.ttft = Histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
         self.itl = Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
         self.tpot = Histogram(
-            "request_time_per_output_token_seconds", "Mean per request, first token left out.", _SHORT
+            "request_time_per_output_token_seconds", "Mean per sequence, first token left out.", _SHORT
         )
         self.e2e = Histogram("e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
         self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
@@ -93,23 +93,26 @@ class ServerMetrics:
         self._beat = None
 
     def tokens(self, count: int, prompt: int, since_arrival: float, since_last: float) -> None:
-        """`count` new tokens of one request. `since_last` 0: the first; then `prompt` is the prompt's length."""
+        """`count` new tokens of one request, one for each of its sequences.
+
+        `since_last` 0: the first; then `prompt` is the prompt's length.
+        """
         self.generation_tokens.add(count)
         if since_last:
-            self.itl.observe(since_last / count, count)
+            self.itl.observe(since_last, count)
         else:
             self.prompt_tokens.add(prompt)
             self.ttft.observe(since_arrival)
 
-    def ended(self, reason: str, prompt: int, tokens: int, seconds: float, decode_seconds: float) -> None:
-        """One request of the engine is over. `decode_seconds`: from its first token to its last."""
+    def ended(self, reason: str, prompt: int, tokens: int, seconds: float, paces: Sequence[float]) -> None:
+        """One request of the engine is over. `paces`: seconds for each token after the first, by sequence."""
         self.success.add(1, reason)
         self.e2e.observe(seconds)
         if tokens:
             self.request_prompt.observe(prompt)
             self.request_generation.observe(tokens)
-        if tokens > 1:
-            self.tpot.observe(decode_seconds / (tokens - 1))
+        for pace in paces:
+            self.tpot.observe(pace)
 
     def refused(self, reason: str) -> None:
         """A request was refused for load."""

@@ -222,9 +222,8 @@ class Server:
     def _on_end(self, stream: Stream) -> None:
         first = stream.text.output.outputs[0]
         reason = "error" if stream.failure is not None else first.finish_reason or "abort"
-        decode = stream.last_token - stream.first_token
         prompt = len(stream.text.output.prompt_token_ids)
-        self._metrics.ended(reason, prompt, stream.tokens, stream.ended - stream.arrived, decode)
+        self._metrics.ended(reason, prompt, stream.tokens, stream.ended - stream.arrived, stream.paces)
 
 
 class _Http(uvicorn.Server):

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM, Signal, Stream
+from octavo.engine.wire import pack
 from octavo.errors import EngineError
+from octavo.metrics.server import ServerMetrics
+from octavo.scheduler.records import LENGTH, Ended, TokenBatch
 from octavo.server import service as service_module
+from octavo.server.supervise import Server
 from octavo.text.bad_words import bad_sequences
+from octavo.text.outputs import RequestText
 from octavo.text.tokenizer import Tokenizer
+from octavo.types import SamplingParams
 from octavo.weights.gguf import GgufCheckpoint
 from tests.server.stub import ask, make
 
@@ -125,3 +135,24 @@ def test_a_demo_stream_that_fails_says_so(tokenizer: Tokenizer) -> None:
     *_, last, rest = data.split(b"\0")
     assert status == 200 and rest == b"" and json.loads(last)["error"]["type"] == "unavailable_error"
     assert service.gate.taken == 0 and not service.jobs
+
+
+def test_paces_are_counted_for_each_sequence(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences of one request that get a token a second each do not count as one that gets four."""
+    llm = AsyncLLM(EngineConfig(), "m", tokenizer)
+    metrics, now = ServerMetrics(), 100.0
+    server: Any = SimpleNamespace(_metrics=metrics)
+    llm.on_tokens = lambda *args: Server._on_tokens(server, *args)
+    llm.on_end = lambda stream: Server._on_end(server, stream)
+    monkeypatch.setattr("octavo.engine.async_llm.time.monotonic", lambda: now)
+    stream = Stream(1, RequestText("1", None, [5], SamplingParams(n=4, max_tokens=None), tokenizer), Signal())
+    llm._streams[1] = stream
+    for step in range(9):
+        children = [child for child in range(4) if step < 9 - child]
+        rows = (np.ones(len(children), np.int64), np.array(children), np.full(len(children), 300))
+        ends = [Ended(1, child, LENGTH, 0, 0) for child in children if step == 8 - child]
+        llm._on_message(pack(TokenBatch(*rows, ends)))
+        now += 1.0
+    assert stream.paces == [1.0] * 4 and stream.finished
+    assert (sum(metrics.tpot.counts), metrics.tpot.sum) == (4, 4.0)
+    assert (sum(metrics.itl.counts), metrics.itl.sum) == (26, 26.0)
