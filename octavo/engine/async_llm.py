@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -142,9 +143,13 @@ class AsyncLLM:
 
     @classmethod
     def open(cls, config: EngineConfig) -> AsyncLLM:
-        """Find the model and load its tokenizer; nothing runs yet. Raises ConfigError, ModelError."""
+        """Find the model and load its tokenizer; nothing runs yet. Raises ConfigError, ModelError.
+
+        Reads files and may download some; the engine process then gets their place and looks for nothing again.
+        """
         files = resolve_model(config.model.model, config.model.revision, weights=config.model.load_format == "auto")
-        return cls(config, files.name, _tokenizer(files))
+        found = replace(config, model=replace(config.model, model=str(files.path), revision=None))
+        return cls(found, files.name, _tokenizer(files))
 
     @classmethod
     async def start(cls, model: str | None = None, **options: Any) -> AsyncLLM:
@@ -152,7 +157,7 @@ class AsyncLLM:
         config, notices = engine_config(model=model, **options)
         for notice in notices:
             _log.warning("%s", notice)
-        llm = cls.open(config)
+        llm = await asyncio.to_thread(cls.open, config)
         await llm.launch()
         return llm
 
@@ -174,15 +179,22 @@ class AsyncLLM:
         return list(self._streams.values())
 
     async def launch(self) -> None:
-        """Start the engine process and wait until it is ready. Raises what kept it from starting."""
+        """Start the engine process and wait until it is ready. Raises what kept it from starting.
+
+        OSError when the machine has no room for another process.
+        """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "octavo.engine.process", str(theirs.fileno())]
         if not sys.flags.debug and sys.flags.optimize:
             command.insert(1, "-" + "O" * sys.flags.optimize)
         with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=engine_environment()
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=engine_environment()
+                )
+            except OSError:
+                ours.close()
+                raise
         loop = asyncio.get_running_loop()
         self._gone, self.failure = asyncio.Event(), None
         self._ready = loop.create_future()

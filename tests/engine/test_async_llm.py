@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, EngineError, ModelError, RequestError
 from octavo.types import RequestOutput, SamplingParams
+from octavo.weights.fetch import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -108,3 +112,23 @@ def test_what_cannot_start_raises_and_leaves_no_process(options: dict[str, objec
             await AsyncLLM.start(**{"load_format": "fake"} | options)  # type: ignore[arg-type]
 
     asyncio.run(body())
+
+
+def test_the_model_is_found_once_and_not_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine process gets the place of the files, whatever the name was."""
+    seen: list[bool] = []
+
+    def resolve(*args: Any, **kwargs: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return resolve_model(*args, **kwargs)
+
+    async def launch(self: AsyncLLM) -> None:
+        """No process."""
+
+    monkeypatch.setattr(async_llm, "resolve_model", resolve)
+    monkeypatch.setattr(AsyncLLM, "launch", launch)
+    llm = asyncio.run(AsyncLLM.start(load_format="fake"))
+    files = resolve_model(None)
+    assert seen == [False] and llm.name == files.name
+    assert (llm.config.model.model, llm.config.model.revision) == (str(files.path), None)
+    assert resolve_model(llm.config.model.model).path == files.path
