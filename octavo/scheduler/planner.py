@@ -56,7 +56,7 @@ class Planner:
         columns = np.empty((4, count + len(self.chunks)), np.int64)
         rows, start, length, flags = columns
         rows[:count], start[:count], length[:count] = decodes, position, 1
-        flags[:count] = SAMPLE | (slots.flags[decodes] & IS_RARE)
+        flags[:count] = (slots.flags[decodes] & IS_RARE) | SAMPLE
         if self.chunks:
             columns[:, count:] = np.array(self.chunks).T
         slots.in_flight[rows] += 1
@@ -72,9 +72,10 @@ class Planner:
 
     def _charge(self, rows: I64, length: I64, flags: I64) -> None:
         """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
-        cost = (length * PROMPT_WEIGHT + ((flags & SAMPLE) != 0) * OUTPUT_WEIGHT).tolist()
-        for row, tokens in zip(rows.tolist(), cost, strict=True):
-            self.queue.charge(self.slots.sequence(row).request.tenant, tokens)
+        cost = length * PROMPT_WEIGHT + (flags & SAMPLE) * (OUTPUT_WEIGHT // SAMPLE)
+        for tenant, tokens in enumerate(np.bincount(self.slots.tenant[rows], cost).tolist()):
+            if tokens:
+                self.queue.charge(self.queue.names[tenant], int(tokens))
 
     def _make_way(self) -> None:
         """The sequence that is served next takes the place of a running one of lower priority, one in each plan.

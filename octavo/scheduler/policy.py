@@ -9,8 +9,8 @@ sequence with the largest.
   waits for ever: a sequence is overtaken only by those who come within that many arrivals of it (ageing).
 - fair: first come first served within each tenant; the next sequence comes from the tenant that was served the
   fewest tokens, a generated one counting twice. A tenant that comes (back) starts level with the least served of
-  those who wait, or with the one served last, so that nobody saves up credit. Source: virtual token counter, Sheng et al. 2024, "Fairness in
-  serving large language models".
+  those who wait, or with the one served last, so that nobody saves up credit. Source: virtual token counter, Sheng
+  et al. 2024, "Fairness in serving large language models".
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 
 POLICIES = ("fcfs", "priority", "fair")
 PRIORITY_STEP = 1024
+MAX_TENANTS = 1024
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 _TIE_BITS = 20
@@ -33,12 +34,14 @@ def order_key(policy: str, arrival: int, priority: int) -> int:
 class WaitingQueue:
     """Rows that wait for a device row: a heap for each tenant, the least served tenant first. Removal is lazy.
 
-    Without fair shares all rows belong to tenant "".
+    Without fair shares all rows belong to tenant "", and so do those of tenants beyond the first `MAX_TENANTS`.
     """
 
     def __init__(self, *, fair: bool = False) -> None:
         self.fair = fair
         self.served: dict[str, int] = {}  # tokens by tenant, weighted
+        self.names = [""]  # tenants by number
+        self._numbers = {"": 0}
         self._heaps: dict[str, list[tuple[int, int]]] = {}
         self._keys: dict[int, int] = {}
         self._tenants: dict[int, str] = {}  # of the rows that wait
@@ -50,6 +53,16 @@ class WaitingQueue:
 
     def __contains__(self, row: int) -> bool:
         return row in self._keys
+
+    def number(self, tenant: str) -> int:
+        """The number of a tenant."""
+        if not self.fair or tenant in self._numbers:
+            return self._numbers.get(tenant, 0)
+        if len(self.names) > MAX_TENANTS:
+            return 0
+        self._numbers[tenant] = len(self.names)
+        self.names.append(tenant)
+        return self._numbers[tenant]
 
     def push(self, row: int, key: int, tenant: str = "", *, fresh: bool = False) -> None:
         """Add a row; `key` is unique. `fresh`: a new arrival, not one that comes back."""

@@ -14,7 +14,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 # Words of EXTRAS that the fixed parts of one request may take (see `octavo.types` for its limits).
-EXTRAS_WORDS = 16384
+EXTRAS_WORDS = 24576
 
 # Why a sequence ended; 0 means that it goes on.
 RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)

@@ -45,6 +45,7 @@ COLUMNS = (
     "last_step",
     "request_id",
     "child",
+    "tenant",  # its number, see `octavo.scheduler.policy.WaitingQueue`
 )
 
 
@@ -88,6 +89,7 @@ class SlotTable:
     last_step: I64
     request_id: I64
     child: I64
+    tenant: I64
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

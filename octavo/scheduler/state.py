@@ -128,6 +128,7 @@ class SchedulerState:
             slots.order[row] = order_key(self.limits.policy, self.arrivals, self.rank(request))
             slots.request_id[row] = request.id
             slots.child[row] = child
+            slots.tenant[row] = self.queue.number(request.tenant)
             rows.append(row)
         self.requests[request.id] = rows
         self.end_ids[list(end_ids)] += 1
@@ -142,7 +143,8 @@ class SchedulerState:
 
     def enqueue(self, row: int, *, fresh: bool = False) -> None:
         """Put a waiting row into the queue, at the place that its order key gives it."""
-        self.queue.push(row, int(self.slots.order[row]), self.slots.sequence(row).request.tenant, fresh=fresh)
+        slots = self.slots
+        self.queue.push(row, int(slots.order[row]), self.queue.names[slots.tenant[row]], fresh=fresh)
 
     def blocks_of(self, row: int) -> I32:
         """The blocks that a row holds, by column."""
@@ -242,7 +244,8 @@ class SchedulerState:
         rows.remove(row)
         if not rows:
             del self.requests[request_id]
-            self.end_ids[list(slots.sequence(row).end_ids)] -= 1
+            for token in slots.sequence(row).end_ids:
+                self.end_ids[token] -= 1
         if slots.device_row[row]:
             self.device_rows.append(int(slots.device_row[row]))
         slots.give_back(row)

@@ -40,6 +40,7 @@ class Seen:
     last_step: int
     request_id: int
     child: int
+    tenant: int
 
     def __str__(self) -> str:
         return f"request {self.request_id}.{self.child} ({STATES[self.state]}, row {self.row})"
