@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,9 @@ def _parse_line(line: str, default: SamplingParams, llm: LLM, raw: bool) -> tupl
             record = json.loads(line)
         except ValueError as error:
             raise RequestError(f"The line starts with '{{' but is no JSON object ({error}).", "Mend it.") from None
-    wished = {name: record[name] for name in (*_SAMPLING, "stop", "stop_token_ids") if name in record}
+    wished = {f.name: record[f.name] for f in fields(SamplingParams) if f.name in record}
+    if isinstance(bias := wished.get("logit_bias"), dict):  # JSON has no integer keys
+        wished["logit_bias"] = {int(key) if str(key).isdecimal() else key: value for key, value in bias.items()}
     params = replace(default, **wished)
     if "prompt_token_ids" in record:
         return record["prompt_token_ids"], params

@@ -28,14 +28,17 @@ def test_a_file_of_json_lines_and_a_bad_line(tmp_path: Path, capsys: pytest.Capt
         json.dumps({"prompt_token_ids": [1, 999999]}),
         json.dumps({"messages": [{"role": "user", "content": "Hi"}]}),
         json.dumps({"prompt": "x", "temperature": -1}),
+        json.dumps({"prompt": "x", "logit_bias": {"504": 100}, "max_tokens": 3, "prompt_logprobs": 0}),
+        json.dumps({"prompt": "x", "logit_bias": {"the": 100}}),
         "{no json",
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(lines))
     assert main(["generate", "--file", str(path), "--jsonl", *SMALL]) == 1
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert ["error" in record for record in records] == [False, False, True, False, True, True]
+    assert ["error" in record for record in records] == [False, False, True, False, True, False, True, True]
     assert "999999" in records[2]["error"] and "temperature" in records[4]["error"]
+    assert records[5]["outputs"][0]["token_ids"] == [504] * 3 and records[5]["prompt_logprobs"][0] is None
     assert [len(completion["token_ids"]) for completion in records[1]["outputs"]] == [2, 2]
 
 

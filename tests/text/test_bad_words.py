@@ -1,68 +1,63 @@
-"""Bad words: the ways to spell a word, fewest tokens first, and a bound on the work whatever the words are."""
+"""Ways to spell a word in a vocabulary: complete for short words, bounded for long ones."""
 
 from __future__ import annotations
 
-from itertools import combinations
+import time
+from itertools import product
+from pathlib import Path
 
 import pytest
 
 from octavo.errors import RequestError
-from octavo.text import bad_words
 from octavo.text.bad_words import bad_sequences, spellings
+from octavo.text.tokenizer import Tokenizer
+from octavo.weights.gguf import GgufCheckpoint
+from tests.text.test_gguf_spm import vocabulary
 
 
-def ids_of(data: bytes) -> list[int]:
-    """A vocabulary of all single bytes, of pairs with "a", and of two tokens for "abc"."""
-    if len(data) == 1:
-        return [data[0]]
-    if len(data) == 2 and b"a" in data:
-        return [1000 + data[0] * 256 + data[1]]
-    return [7, 8] if data == b"abc" else []
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(GgufCheckpoint(smollm2_gguf).metadata)
 
 
-def all_spellings(text: bytes) -> set[tuple[int, ...]]:
-    """By trying every way to cut the text."""
-    found: set[tuple[int, ...]] = set()
-    for count in range(len(text)):
-        for cuts in combinations(range(1, len(text)), count):
-            sequences: list[tuple[int, ...]] = [()]
-            for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
-                sequences = [(*ids, token) for ids in sequences for token in ids_of(text[begin:end])]
-            found.update(sequences)
-    return found
+@pytest.fixture(scope="module")
+def sentencepiece() -> Tokenizer:
+    return Tokenizer.from_gguf(vocabulary(True))
 
 
-@pytest.mark.parametrize("text", [b"a", b"abc", b"abcabc", b"xyaxy", b"aaaaaaa"])
-def test_every_spelling_is_found_once_fewest_tokens_first(text: bytes) -> None:
-    found = spellings(text, ids_of, 10_000)
-    assert len(found) == len(set(found)) and set(found) == all_spellings(text)
-    assert list(map(len, found)) == sorted(map(len, found))
-    assert spellings(text, ids_of, 3) == found[:3]
+def test_all_ways_and_no_other() -> None:
+    """Against brute force over all sequences of a tiny vocabulary."""
+    vocabulary = {b"a": [0], b"b": [1, 2], b"ab": [3], b"ba": [4], b"aba": [5]}
+    lengths = [(bytes_, i) for bytes_, ids in vocabulary.items() for i in ids]
+    brute = {
+        tuple(i for _, i in way)
+        for count in range(1, 5)
+        for way in product(lengths, repeat=count)
+        if b"".join(part for part, _ in way) == b"abab"
+    }
+    found = spellings(b"abab", lambda data: vocabulary.get(data, []), 1000)
+    assert set(found) == brute and len(found) == len(brute)
+    assert [len(ids) for ids in found] == sorted(len(ids) for ids in found)
 
 
-def test_no_spelling_is_an_empty_list() -> None:
-    assert spellings(b"abc", lambda _: [], 5) == [] and spellings(b"", ids_of, 5) == []
+@pytest.mark.parametrize("word", ["Paris", "naïve", "日本", "don't", "  cat ", "x"])
+def test_every_sequence_spells_the_word(smollm2: Tokenizer, sentencepiece: Tokenizer, word: str) -> None:
+    for tokenizer in (smollm2, sentencepiece):
+        found = bad_sequences([word], tokenizer)
+        plain = word.strip().encode()
+        assert {b"".join(map(tokenizer.token_bytes, ids)) for ids in found} == {plain, b" " + plain}
+        own = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word.strip(), " " + word.strip())]
+        assert not set(own).isdisjoint(found)
 
 
-class Counting:
-    """A tokenizer that counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def ids_of_bytes(self, data: bytes) -> list[int]:
-        self.count += 1
-        return [len(data)] if len(set(data)) == 1 else [0] if len(data) == 1 else []
+def test_the_number_is_bounded(smollm2: Tokenizer) -> None:
+    begin = time.monotonic()
+    found = bad_sequences(["internationalisation", *(f"incomprehensibility{i}" for i in range(63))], smollm2)
+    assert len(found) <= 1024 and time.monotonic() - begin < 5
+    assert sum(map(len, found)) < 16384 - 4096
 
 
-@pytest.mark.parametrize(
-    "words", [["a" * 64], ["a" * 20] * 64, ["\u20ac" * 64], ["a" * 64] * 64, ["\u20ac" * 64] * 64]
-)
-def test_the_work_is_bounded(words: list[str]) -> None:
-    """Long runs of one character have more spellings than anything else."""
-    tokenizer = Counting()
-    try:
-        assert bad_sequences(words, tokenizer)  # type: ignore[arg-type]
-    except RequestError as error:
-        assert error.param == "bad_words" and len(words) == 64 and tokenizer.count == 0
-    assert tokenizer.count <= bad_words._LOOKUPS
+def test_without_a_tokenizer() -> None:
+    assert bad_sequences([], None) == ()
+    with pytest.raises(RequestError, match="tokenizer"):
+        bad_sequences(["x"], None)
