@@ -226,7 +226,7 @@ def build_native(
     """Load a model into a native engine with `blocks` KV blocks (the padding block included).
 
     dtype: one of FORMATS; "float32" is exact. as_stored: block types stay packed as they lie in the file, whatever
-    `dtype` (but not for float32). kv: one of KV_TYPES, "" = float32 for float32 and else bfloat16. threads: 0 = the cores
+    `dtype` (but not for float32). kv: one of KV_TYPES, "" = float32 for float32, else bfloat16. threads: 0 = the cores
     this process may use. isa: one of `kernel_sets()`, "" = the best. Raises ConfigError, ModelError.
     """
     if reason := refusal(spec):
@@ -281,7 +281,7 @@ def _load_weights(
     places, parts = _split(spec, needs)
     packed = () if dtype == "float32" or not as_stored else [need.name for need in parts]
     gate: Loaded | None = None
-    for place, item in zip(places, load(parts, checkpoint, packed), strict=True):
+    for place, part, item in zip(places, parts, load(parts, checkpoint, packed), strict=True):
         if place.name == "rope_factors":
             continue
         if item.array.ndim == 1:
@@ -295,7 +295,8 @@ def _load_weights(
         else:
             _add(engine, place, gate, item, dtype)
             gate = None
-        _let_go(item.array)
+        for source in part.sources:
+            _give_back(checkpoint.read(source.name))
 
 
 def _split(spec: ModelSpec, needs: Sequence[TensorNeed]) -> tuple[list[Place], list[TensorNeed]]:
@@ -373,9 +374,9 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
         if stored != "BF16" or wish != "bf16":
             items, stored = [_widened(item) for item in items], "F32"
     data = [np.ascontiguousarray(item.array).reshape(-1).view(np.uint8) for item in items]
-    engine.add_matrix(
-        place.layer, place.name, place.part, stored, wish, rows, columns, data[0], data[1] if second else _NO_BYTES
-    )
+    other = data[1] if second else _NO_BYTES
+    mapped = all(_file(one) is not None for one in data)
+    engine.add_matrix(place.layer, place.name, place.part, stored, wish, rows, columns, data[0], other, mapped)
 
 
 def _columns(item: Loaded) -> int:
@@ -389,14 +390,20 @@ def _widened(item: Loaded) -> Loaded:
     return Loaded(item.name, to_float32(item.array, item.dtype), "F32")
 
 
-def _let_go(array: Array) -> None:
-    """Take the pages of a mapped file that hold `array` out of this process's memory; they stay in the page cache."""
+def _file(array: Array) -> mmap.mmap | None:
+    """The mapped file that an array is a view of; None when there is none."""
     base: object = array
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
     if isinstance(base, memoryview):
         base = base.obj
-    if isinstance(base, mmap.mmap):
-        start = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _give_back(array: Array) -> None:
+    """Take the pages of a mapped file that hold `array` out of this process's memory; they stay in the page cache."""
+    file = _file(array)
+    if file is not None:
+        start = array.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, first, start + array.nbytes - first)
+        file.madvise(mmap.MADV_DONTNEED, first, start + array.nbytes - first)

@@ -39,6 +39,21 @@ const Kernels* need_kernels(const std::string& isa) {
     return k;
 }
 
+// Takes whole pages of a mapped file that hold the rows of some panels out of this process's memory.
+void give_back(const PackJob& job, int first_panel, int last_panel) {
+    size_t row = stored_row_bytes(job.stored, job.columns), page = 4096;
+    int rows = job.second ? kPanel / 2 : kPanel;
+    for (const uint8_t* matrix : {job.first, job.second}) {
+        if (!matrix) continue;
+        uintptr_t base = reinterpret_cast<uintptr_t>(matrix);
+        uintptr_t first = base + static_cast<size_t>(first_panel * rows) * row;
+        uintptr_t last = base + static_cast<size_t>(std::min(last_panel * rows, job.rows)) * row;
+        first = (first + page - 1) / page * page;
+        last = last / page * page;
+        if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+    }
+}
+
 }  // namespace
 
 KvShape kv_shape(KvKind kind, int head_dim, int kv_heads, int block_size) {
@@ -87,10 +102,17 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
     m.panels = panels_of(job);
     size_t bytes = panel_bytes(job.format, job.columns);
     m.data = weights_.take_array<uint8_t>(bytes * static_cast<size_t>(m.panels));
-    pool_.run([&](int thread) {
-        for (Pool::Range r; pool_.take(m.panels, 4, thread, &r);)
-            for (int i = r.first; i < r.last; i++) pack_panel(job, i, m.data + bytes * static_cast<size_t>(i));
-    });
+    // Some megabytes at a time, so that little of a mapped file is in memory beside what was made of it.
+    int step = std::max(8 * threads(), static_cast<int>((size_t{8} << 20) / bytes));
+    for (int from = 0; from < m.panels; from += step) {
+        int n = std::min(step, m.panels - from);
+        pool_.run([&](int thread) {
+            for (Pool::Range r; pool_.take(n, 4, thread, &r);)
+                for (int i = from + r.first; i < from + r.last; i++)
+                    pack_panel(job, i, m.data + bytes * static_cast<size_t>(i));
+        });
+        if (job.mapped) give_back(job, from, from + n);
+    }
     if (layer < 0 && name == "embed") {
         embed_ = m;
         return;

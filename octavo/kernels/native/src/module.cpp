@@ -99,8 +99,9 @@ void bind_engine(nb::module_& m) {
              nb::arg("kv"), nb::arg("threads"), nb::arg("isa"))
         .def("add_matrix",
              [](Engine& e, int layer, const std::string& name, int part, const std::string& stored, const std::string& format,
-                int rows, int columns, Vector<const uint8_t> first, Vector<const uint8_t> second) {
+                int rows, int columns, Vector<const uint8_t> first, Vector<const uint8_t> second, bool mapped) {
                  PackJob job = pack_job(stored, format, rows, columns, first, second);
+                 job.mapped = mapped;
                  nb::gil_scoped_release release;
                  e.add_matrix(layer, name, part, job);
              })

@@ -41,6 +41,7 @@ struct PackJob {
     Stored stored;
     int rows, columns;  // of each matrix
     Format format;      // native_format(stored), or anything when stored is F32
+    bool mapped;        // the bytes lie in a mapped file; pages that were read can be given back
 };
 int panels_of(const PackJob& job);
 // Writes panel `panel` (panel_bytes) to `out`.
