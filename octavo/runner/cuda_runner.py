@@ -27,10 +27,11 @@ from octavo.kernels.gpu.sample import sample as sample_on_device
 from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
 from octavo.layers.attention import HeadNorm
 from octavo.model.decoder import Decoder
-from octavo.runner.base import StepError, StepResult
+from octavo.runner.base import StepError, StepResult, TokenLogprobs
 from octavo.runner.cuda_rows import CudaRows
+from octavo.runner.edits import prompt_chunks
 from octavo.runner.graphs import Graphs
-from octavo.runner.step import sample, sampled_rows
+from octavo.runner.step import prompt_logprobs, sample, sampled_rows
 from octavo.scheduler.plan import (
     HEADER_WORDS,
     PARAM_WORDS,
@@ -85,6 +86,7 @@ class Ticket:
     buffer: _HostBuffer
     samples: int
     result: StepResult | None = None
+    prompts: dict[int, tuple[int, list[TokenLogprobs]]] | None = None
 
 
 class CudaRunner:
@@ -179,14 +181,13 @@ class CudaRunner:
         except torch.AcceleratorError as error:
             raise EngineError(f"The CUDA device failed: {error}", "Restart; see the driver's log.") from error
         tokens = ticket.buffer.tokens_view[: ticket.samples].copy()
-        if ticket.result is not None:
-            ticket.result.tokens = tokens
-            return ticket.result
-        bad = tokens < 0
-        if not bad.any():
-            return StepResult(tokens)
-        tokens[bad] = 0
-        return StepResult(tokens, bad)
+        result = ticket.result
+        if result is None:
+            bad = tokens < 0
+            result = StepResult(tokens, bad if bad.any() else None)
+            tokens[bad] = 0
+        result.tokens, result.prompts = tokens, ticket.prompts
+        return result
 
     def close(self) -> None:
         """Free graphs, pool and host buffers."""
@@ -204,9 +205,13 @@ class CudaRunner:
         self._send(view.words, prefix, buffer)
         if len(view.copies):
             self._copy_blocks(view)
-        self._body(view, prefix)
         samples = int(np.count_nonzero(view.flags & SAMPLE))
         ticket = Ticket(buffer, samples)
+        if len(view.extras) and prompt_chunks(view):
+            stream_TI = self._run_exact(view, prefix)
+            ticket.prompts = prompt_logprobs(view, self.decoder.normed(stream_TI), self.decoder.logits)
+        else:
+            self._body(view, prefix)
         if samples and (view.flags & RARE).any():
             ticket.result = self._rare_sample(view, samples)
         elif samples:
@@ -267,8 +272,14 @@ class CudaRunner:
         if size and tiles <= sizes.tiles:
             self.graphs.run(("mixed", size, prefix > 0), lambda: self.run_body(sizes))
         else:
-            items = self._cut(decodes).items + decodes if decodes else 0
-            self.run_body(Sizes(tokens, rows, items, tiles, prefix > 0), exact=True)
+            self._run_exact(view, prefix)
+
+    def _run_exact(self, view: PlanView, prefix: int) -> Tensor:
+        """Graph B's kernels one by one, for exactly this plan; the stream of all its tokens."""
+        decodes = view.decode_rows
+        tiles = int((-(-view.length[decodes:] // self._tile)).sum())
+        items = self._cut(decodes).items + decodes if decodes else 0
+        return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0), exact=True)
 
     def decode_size(self, rows: int) -> int:
         """The graph size that serves `rows` rows."""
@@ -286,10 +297,10 @@ class CudaRunner:
         lanes = min(size, self.max_rows)
         return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._tile + min(lanes, 64), prefix)
 
-    def run_body(self, sizes: Sizes, exact: bool = False) -> None:
+    def run_body(self, sizes: Sizes, exact: bool = False) -> Tensor:
         """Everything from the plan's words on the device to the stream of the last tokens of rows that sample.
 
-        `exact`: the plan in the buffer has exactly these sizes.
+        Returns the stream of all tokens. `exact`: the plan in the buffer has exactly these sizes.
         """
         step, rows = self.step, self.rows
         begin(
@@ -305,6 +316,7 @@ class CudaRunner:
         stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
         last_R = step.samples_3R[0, : sizes.lanes]
         torch.index_select(stream_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
+        return stream_TI
 
     def _sample(self, view: PlanView, samples: int) -> None:
         """Graph S."""

@@ -28,7 +28,7 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
-    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+    def run(self, key: Hashable, function: Callable[[], object]) -> None:
         """Replay the graph of `key`, or run `function` and capture it for the next time."""
         graph = self._graphs.get(key)
         if graph is not None:
@@ -38,7 +38,7 @@ class Graphs:
         if self.enabled:
             self._graphs[key] = self._capture(function)
 
-    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Only this thread's calls are watched, so that other threads may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -34,6 +34,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.8, "seed": 5, "top_k": 12, "top_p": 0.9},
         {"temperature": 1.0, "seed": 6, "n": 2},
         {"temperature": 0.0, "logprobs": 2, "min_tokens": 3},
+        {"temperature": 0.0, "prompt_logprobs": 1, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ]
     out = []
     for i, kind in enumerate(kinds):
@@ -55,3 +56,7 @@ def test_same_tokens_as_the_torch_runner() -> None:
         engines.append(engine)
     assert engines[1].tokens == engines[0].tokens
     assert engines[1].reasons == engines[0].reasons
+    assert sorted(engines[1].prompts) == sorted(engines[0].prompts) == [5]
+    for position, entry in engines[0].prompts[5].items():
+        other = engines[1].prompts[5][position]
+        assert abs(other.chosen - entry.chosen) < 1e-4 and other.rank == entry.rank
