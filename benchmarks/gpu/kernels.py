@@ -97,7 +97,7 @@ class Step:
         count, tokens = len(rows), sum(n for _, n in rows)
         tiles = sum(-(-n // self.cut.tile) for _, n in rows if n > 1)
         items = self.cut.items + count
-        self.step = StepTables(count, tokens, items, tiles, DEVICE)
+        self.step = StepTables(count, tokens, items, tiles, shape.kv_heads, DEVICE)
         self.tables = torch.zeros((count + 1, max(needs)), dtype=torch.int32, device=DEVICE)
         params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
         last = torch.zeros(count + 1, dtype=torch.int64, device=DEVICE)
@@ -124,19 +124,23 @@ class Step:
 
 
 def best(
-    table: dict[str, tuple[int, ...]], choices: Iterable[tuple[int, ...]], measure: Callable[[], float], tune: bool
-):
-    """The fastest of `choices` for `table["half"]`, which keeps its value; only that value without `tune`."""
-    kept, found = table["half"], (float("inf"), table["half"])
+    table: dict[str, tuple[int, ...]],
+    choices: Iterable[tuple[int, ...]],
+    measure: Callable[[], float],
+    tune: bool,
+    key: str = "half",
+) -> tuple[float, tuple[int, ...]]:
+    """The fastest of `choices` for `table[key]`, which keeps its value; only that value without `tune`."""
+    kept, found = table[key], (float("inf"), table[key])
     for choice in choices if tune else [kept]:
-        table["half"] = choice
+        table[key] = choice
         try:
             found = min(found, result := (measure(), choice))
             if tune and not Slice.parts:
                 print(f"    {result[0] * 1e6:9.1f} us {choice}")
         except Exception as error:  # a configuration that does not fit the device
             print(f"  {choice}: {str(error)[:80]}")
-    table["half"] = kept
+    table[key] = kept
     return found
 
 
@@ -188,7 +192,7 @@ def bench_prefill(tune: bool) -> None:
                 step = Step(shape, rows, block_size)
                 return timed(lambda: step.run(own), 3)
 
-            seconds, choice = best(prefill.TUNED, choices, measure, tune)
+            seconds, choice = best(prefill.TUNED, choices, measure, tune, "own" if own else "half")
             what = "own tokens" if own else f"blocks of {block_size}"
             report(f"prefill {name}, {what}", seconds, flops=flops, note=str(choice))
 
@@ -235,7 +239,7 @@ def bench_small(tune: bool) -> None:
 def bench_sample(tune: bool) -> None:
     for count in (1, 32, 256, 1024):
         logits = torch.randn(count, 151936, dtype=torch.bfloat16, device=DEVICE) * 3
-        step = StepTables(count, 1, 1, 1, DEVICE)
+        step = StepTables(count, 1, 1, 1, 1, DEVICE)
         step.meta[6] = count
         step.samples_3R[1] = torch.arange(1, count + 1, device=DEVICE)
         params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
@@ -258,61 +262,48 @@ def bench_sample(tune: bool) -> None:
 LAUNCHES = [
     linear.Launch(o, i, s, w, st)
     for o, i, s, w, st in (
-        (16, 256, 1, 4, 4), (16, 512, 1, 4, 3), (32, 256, 1, 4, 4), (32, 128, 1, 4, 5), (8, 512, 1, 4, 3),
-        (64, 128, 1, 4, 4), (16, 256, 2, 4, 4), (16, 256, 4, 4, 4), (32, 128, 4, 4, 4), (32, 256, 4, 4, 3),
-        (64, 128, 4, 4, 4), (64, 128, 8, 4, 4), (32, 256, 2, 8, 4),
+        (16, 256, 1, 4, 4), (32, 256, 1, 4, 4), (32, 128, 1, 4, 5), (64, 128, 1, 4, 4), (16, 128, 1, 4, 6),
+        (16, 256, 2, 4, 4), (16, 256, 4, 4, 4), (32, 128, 4, 4, 4), (32, 256, 4, 4, 3), (64, 128, 4, 4, 4),
     )
 ]  # fmt: skip
 
 
 def bench_linear(tune: bool) -> None:
-    """The four products of a layer: the library with the kernels around it, and the streaming kernel."""
+    """The products of a layer: the library with the kernels around it, and the streaming kernel."""
     scratch = linear.Scratch(DEVICE)
     scratch.reserve(32768)
-    for size, mlp, q, kv in ((1024, 3072, 2048, 1024), (4096, 14336, 4096, 1024)):
-        for name, outputs, inputs in (
-            ("qkv", q + 2 * kv, size), ("o", size, q), ("gate_up", 2 * mlp, size), ("down", size, mlp)
-        ):  # fmt: skip
+    for size, mlp, q in ((1024, 3072, 2048), (4096, 14336, 4096)):
+        for name, outputs, inputs in (("o", size, q), ("gate_up", 2 * mlp, size), ("down", size, mlp)):
             copies = max(2, int(300e6 // (outputs * inputs * 2)) + 1)
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
-            gain = torch.ones(inputs, dtype=torch.bfloat16, device=DEVICE), 1e-6
-            for m in (1, 8, 32, 64, 128):
+            for m in (1, 8, 16):
                 x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
                 r = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
+                gated = name == "gate_up"
 
-                def library(w, x=x, r=r, gain=gain, name=name) -> None:
-                    if name in ("o", "down"):
-                        r.addmm_(x, w.t())
-                        return
-                    y = torch.nn.functional.linear(norm.rms_norm(x, *gain), w)
-                    if name == "gate_up":
-                        norm.silu_and_mul(y)
-
-                def stream(w, launch, x=x, r=r, gain=gain, name=name) -> None:
-                    add = name in ("o", "down")
-                    linear.stream_linear(
-                        x, w, None, None if add else gain, r if add else None, name == "gate_up", scratch, launch
-                    )
+                def library(x=x, r=r, gated=gated, weights=weights) -> None:
+                    for w in weights:
+                        if gated:
+                            norm.silu_and_mul(torch.nn.functional.linear(x, w))
+                        else:
+                            r.addmm_(x, w.t())
 
                 nbytes = 2 * outputs * inputs
-                each = timed(lambda library=library, weights=weights: [library(w) for w in weights], 1) / copies
-                report(f"{name} {m} x {outputs} x {inputs}, library", each, nbytes)
-                if m > linear.MOST_TOKENS:
-                    continue
+                report(f"{name} {m} x {outputs} x {inputs}, library", timed(library, 1) / copies, nbytes)
                 results = []
                 for launch in LAUNCHES if tune else [None]:
-                    if launch and launch.split > 1 and name not in ("o", "down"):
+                    if launch and launch.split > 1 and gated:
                         continue
+
+                    def stream(x=x, r=r, gated=gated, launch=launch, weights=weights) -> None:
+                        for w in weights:
+                            linear.stream_linear(x, w, None, None if gated else r, gated, scratch, launch)
+
                     try:
-
-                        def call(stream=stream, launch=launch, weights=weights) -> None:
-                            for w in weights:
-                                stream(w, launch)
-
-                        results.append((timed(call, 1) / copies, str(launch)))
+                        results.append((timed(stream, 1) / copies, str(launch)))
                     except Exception as error:  # a configuration that does not fit the device
                         print(f"  {launch}: {str(error)[:80]}")
-                for seconds, launch in sorted(results)[:4]:
+                for seconds, launch in sorted(results)[:3]:
                     report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch[6:])
 
 

@@ -90,7 +90,7 @@ class TritonAttention:
         tiles_R = (lengths_R + tile - 1) // tile
         lane_Q = torch.repeat_interleave(torch.arange(rows, device=device), tiles_R)
         place_Q = torch.arange(len(lane_Q), device=device) - (tiles_R.cumsum(0) - tiles_R)[lane_Q]
-        step = StepTables(rows, 1, 1, len(lane_Q), device)
+        step = StepTables(rows, 1, 1, len(lane_Q), self.shape.kv_heads, device)
         step.tiles_2Q.copy_(torch.stack((lane_Q, place_Q * tile)))
         counts = torch.tensor([rows, tokens, 0, 0, 0, len(lane_Q), 0, 0], dtype=torch.int32)
         step.meta.copy_(counts[:META_WORDS])

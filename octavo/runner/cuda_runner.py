@@ -117,7 +117,8 @@ class CudaRunner:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
         cut = self._cut(rows)
         items, self._tile = cut.items + rows, cut.tile
-        self.step = StepTables(rows, max_tokens, items, max_tokens // cut.tile + rows + 1, device)
+        tiles = max_tokens // cut.tile + rows + 1
+        self.step = StepTables(rows, max_tokens, items, tiles, self._shape.kv_heads, device)
         self._partials = partials_for(self._shape, items, rows, device)
         self._ropes = {window: decoder.rope_table(max_len, window) for window in self._backends}
         self._picked_RI = torch.zeros((rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=device)

@@ -131,7 +131,7 @@ def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, no
         assert cases.error(got, expected) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (1024, 3072), (576, 1536), (960, 576), (4096, 14336)])
 def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -> None:
     from octavo.kernels.gpu.linear import Scratch, stream_linear
@@ -141,14 +141,10 @@ def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -
     x = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
     w = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
     b, r = torch.randn(outputs, device="cuda", dtype=dtype), torch.randn(tokens, outputs, device="cuda", dtype=dtype)
-    norm = (torch.rand(inputs, device="cuda").to(dtype) + 0.5, 1e-5)
-    normed = reference.rms_norm(x.double(), norm[0].double(), 1e-5)
     wide, bias = w.double(), b.double()
     for _ in range(3):  # the counters of the split must be left at zero
-        got = stream_linear(x, w, b, None, r.clone(), False, scratch)
+        got = stream_linear(x, w, b, r.clone(), False, scratch)
         assert cases.error(got, x.double() @ wide.T + bias + r.double()) < 1e-2
     assert not scratch.counters.any()
-    got = stream_linear(x, w, None, norm, None, False, scratch)
-    assert cases.error(got, normed @ wide.T) < 1e-2
-    got = stream_linear(x, w, b, norm, None, True, scratch)
-    assert cases.error(got, reference.silu_and_mul(normed @ wide.T + bias)) < 1e-2
+    got = stream_linear(x, w, b, None, True, scratch)
+    assert cases.error(got, reference.silu_and_mul(x.double() @ wide.T + bias)) < 1e-2

@@ -1,9 +1,10 @@
 """Paged decode attention: one query token a row, keys cut into items, partial results joined by log-sum-exp.
 
 A program reads the keys of one item for all query heads that share a key/value head, so K and V are read once.
-Rows of one item write their output at once; the others leave partial results that `merge` joins, together with
-those of a shared prefix if there is one (Milakov and Gimelshein 2018 for the running softmax; Dao et al. 2023 for
-the split). Lengths, tables and items are read from `StepTables`, so one launch serves any plan of its size.
+Rows of one item write their output at once; the others leave partial results, and the program that finishes a row's
+last item joins them in their order, together with those of a shared prefix if there is one (Milakov and Gimelshein
+2018 for the running softmax; Dao et al. 2023 for the split). Lengths, tables and items are read from `StepTables`,
+so one launch serves any plan of its size.
 
 Shape letters: R rows, H query heads, K key/value heads, G = H / K, D head dim, N blocks, S tokens in a block,
 S device rows and M columns of the table, U partial results.
@@ -18,17 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.step import (
-    C_CHUNKS,
-    C_SLOT,
     I_FROM,
     I_LANE,
     I_LENGTH,
+    I_PART,
+    I_PARTS,
     I_PLACE,
     I_ROW,
     I_TO,
     ITEM_WORDS,
-    M_DECODE,
     M_ITEMS,
     StepTables,
 )
@@ -36,13 +37,13 @@ from octavo.kernels.gpu.step import (
 LOG2_E = 1.4426950408889634
 # Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32.
 TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2)}
-_FEW = 32  # rows up to which `merge` reads many partial results of one head at once
+_FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
 _NEG = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True)
 class Partials:
-    """Where partial results wait for `merge`: o_UHD and log2 of the sum of exp2 per head, lse_UH; float32.
+    """Where partial results wait to be joined: o_UHD and log2 of the sum of exp2 per head, lse_UH; float32.
 
     The last `prefix_splits * rows` of the U places belong to the shared prefix, by split, then row.
     """
@@ -74,10 +75,12 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    Q, KEYS, VALUES, OUT, PART, LSE, TABLES, META, ITEMS, M, q_stride, scale,
+    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, R, M, first, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
+    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    in_turn(EARLY)
     head = tl.program_id(0)
     item = ITEMS + tl.program_id(1) * ITEM_WORDS
     lane = tl.load(item + I_LANE).to(tl.int64)  # before the count is known: one wait instead of two
@@ -85,6 +88,8 @@ def _decode(
     lo = tl.load(item + I_FROM)
     hi = tl.load(item + I_TO)
     length = tl.load(item + I_LENGTH)
+    part = tl.load(item + I_PART)
+    parts = tl.load(item + I_PARTS)
     place = tl.load(item + I_PLACE).to(tl.int64)
     if tl.program_id(1) >= tl.load(META + M_ITEMS):
         return
@@ -116,48 +121,47 @@ def _decode(
         m = top
     seen = total > 0.0  # an item behind the window sees nothing
     acc = acc / tl.where(seen, total, 1.0)[:, None]
-    if place < 0:
-        out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
+    out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
+    if (parts == 1) & (PREFIX == 0):
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
     else:
-        at = place * H + heads
+        at = (place + part) * H + heads
         tl.store(PART + at[:, None] * D + d[None, :], acc, mask=wanted)
         tl.store(LSE + at, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), -float("inf")), mask=g < G)
+        tl.debug_barrier()  # all of this program's results are out before it counts itself
+        if tl.atomic_add(FINISHED + lane * K + head, 1, sem="acq_rel") == parts - 1:
+            tl.store(FINISHED + lane * K + head, 0)
+            joined = _joined(PART, LSE, place, parts, first + lane, R, head, H, G, GP, D, BD, PREFIX, JOIN)
+            tl.store(out, joined.to(OUT.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
-def _merge(
-    OUT, PART, LSE, META, ROWS, R, first,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr, BU: tl.constexpr, HB: tl.constexpr,
+def _joined(
+    PART, LSE, place, parts, prefix, R, head,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr,
+    JOIN: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0)
-    chunks = tl.load(ROWS + C_CHUNKS * R + lane)
-    slot = tl.load(ROWS + C_SLOT * R + lane)
-    if (lane >= tl.load(META + M_DECODE)) | ((chunks == 1) & (PREFIX == 0)):
-        return
-    heads = tl.program_id(1) * HB + tl.arange(0, HB)
+    """The partial results of one row for the heads of one key/value head; JOIN of them are loaded at a time."""
+    g = tl.arange(0, GP)
     d = tl.arange(0, BD)
-    m = tl.full([HB], -float("inf"), tl.float32)
-    total = tl.zeros([HB], tl.float32)
-    acc = tl.zeros([HB, BD], tl.float32)
-    for i in range(0, chunks + PREFIX, BU):
-        u = i + tl.arange(0, BU)
-        place = tl.where(u < chunks, slot + u, first + (u - chunks) * R + lane).to(tl.int64)
-        at = place[:, None] * H + heads[None, :]
-        ok = (u < chunks + PREFIX)[:, None] & (heads < H)[None, :]
-        lse = tl.load(LSE + at, mask=ok, other=-float("inf"))
-        top = tl.maximum(m, tl.max(lse, 0))
-        base = tl.where(top == -float("inf"), 0.0, top)
-        weight = tl.exp2(lse - base[None, :])
-        shrink = tl.exp2(m - base)
-        inside = (weight > 0.0)[:, :, None] & (d < D)[None, None, :]
-        part = tl.load(PART + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        m = top
-    out = OUT + (lane.to(tl.int64) * H + heads)[:, None] * D + d[None, :]
-    wanted = (heads < H)[:, None] & (d < D)[None, :]
-    tl.store(out, (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(OUT.dtype.element_ty), mask=wanted)
+    wanted = (g < G)[:, None] & (d < D)[None, :]
+    m = tl.full([GP], _NEG, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, BD], tl.float32)
+    for i in range(0, parts + PREFIX, JOIN):
+        for j in tl.static_range(JOIN):
+            u = i + j
+            ok = u < parts + PREFIX
+            at = tl.where(u < parts, place + u, prefix + (u - parts) * R) * H + head * G + g
+            lse = tl.load(LSE + at, mask=(g < G) & ok, other=-float("inf"), cache_modifier=".cg")
+            o = tl.load(PART + at[:, None] * D + d[None, :], mask=wanted & ok, other=0.0, cache_modifier=".cg")
+            top = tl.maximum(m, lse)
+            weight = tl.exp2(lse - top)
+            shrink = tl.exp2(m - top)
+            acc = acc * shrink[:, None] + tl.where(weight > 0.0, weight, 0.0)[:, None] * o
+            total = total * shrink + weight
+            m = top
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
 def precision_of(q_THD: Tensor) -> str:
@@ -190,14 +194,11 @@ def decode_attention(
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else "half"]
-    _decode[(kv_heads, items)](
-        q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.items_I8,
-        tables_SM.shape[1], q_THD.stride(0), scale * LOG2_E, heads, kv_heads, group, padded, dim, width, block_size,
-        block, softcap, window, precision_of(q_THD), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
     first = partials.o_UHD.shape[0] - partials.prefix_splits * rows
-    at_once, many = (16, 1) if lanes <= _FEW else (2, min(8, triton.next_power_of_2(heads)))
-    _merge[(lanes, triton.cdiv(heads, many))](
-        out_THD, partials.o_UHD, partials.lse_UH, step.meta, step.rows_CR, rows, first, heads, dim, width,
-        partials.prefix_splits if prefix else 0, at_once, many, num_warps=2 if many == 1 else 4,
+    _decode[(kv_heads, items)](
+        q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
+        step.meta, step.items_I8, rows, tables_SM.shape[1], first, q_THD.stride(0), scale * LOG2_E, heads, kv_heads,
+        group, padded, dim, width, block_size, block, softcap, window, partials.prefix_splits if prefix else 0,
+        8 if lanes <= _FEW else 2, precision_of(q_THD), early(q_THD), num_warps=warps, num_stages=stages,
+        launch_pdl=early(q_THD),
     )  # fmt: skip

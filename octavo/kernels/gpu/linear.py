@@ -1,5 +1,5 @@
-"""Matrix products for few tokens: the weight is streamed once, at the speed of memory, and what lies around it is
-done in the same kernel: RMS norm of the input, the gate of an MLP, bias, and the sum with the residual stream.
+"""Matrix products for few tokens: the weight is streamed once, at the speed of memory, and what follows it is done in
+the same kernel: bias, the gate of an MLP, the sum with the residual stream.
 
 A program makes a few outputs for all tokens. With SPLIT > 1 the inputs of an output are shared out over several
 programs; the last of them to finish adds the parts in their order, so the result does not depend on who is last.
@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_TOKENS = 64  # beyond this the vendor's library is faster
+from octavo.kernels.gpu.launch import early, in_turn
+
+MOST_TOKENS = 16  # beyond this the vendor's library is faster, and for ...
+MOST_WEIGHTS = 8 << 20  # ... larger weights too
 _MAX_SPLIT = 8
 _COUNTERS = 4096
 
@@ -32,26 +35,8 @@ class Launch:
     stages: int
 
 
-# (tokens up to, outputs up to) -> launch; the first row that fits is taken. Plain and gated products apart.
-TUNED = [
-    (16, 2048, Launch(16, 256, 4, 4, 4)),
-    (16, 1 << 30, Launch(32, 256, 1, 4, 4)),
-    (32, 2048, Launch(16, 256, 4, 4, 4)),
-    (32, 1 << 30, Launch(32, 256, 1, 4, 4)),
-    (64, 2048, Launch(32, 128, 4, 4, 4)),
-    (64, 1 << 30, Launch(32, 128, 1, 4, 4)),
-]
-TUNED_GATED = [
-    (16, 1 << 30, Launch(16, 256, 1, 4, 4)),
-    (32, 1 << 30, Launch(16, 256, 1, 4, 4)),
-    (64, 1 << 30, Launch(32, 128, 1, 4, 4)),
-]
-
-
-def launch_for(tokens: int, outputs: int, gated: bool) -> Launch:
-    """The launch of a product with so many tokens and outputs."""
-    table = TUNED_GATED if gated else TUNED
-    return next(launch for most, widest, launch in table if tokens <= most and outputs <= widest)
+TUNED = Launch(32, 128, 4, 4, 4)
+TUNED_GATED = Launch(32, 256, 1, 4, 4)
 
 
 @triton.jit
@@ -82,25 +67,21 @@ def _sum_parts(acc, PART, COUNT, m, n, T, N, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _stream(
-    X, W, BIAS, NORM, OUT, PART, COUNT, T, N, KI, eps,
+    X, W, BIAS, OUT, PART, COUNT, T, N, KI,
     MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    in_turn(EARLY)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, MB)
     per = tl.cdiv(tl.cdiv(KI, SPLIT), BK) * BK
     lo = tl.program_id(1) * per
     acc = tl.zeros([MB, BN], tl.float32)
     up = tl.zeros([MB, BN], tl.float32)
-    squares = tl.zeros([MB], tl.float32)
     for k0 in range(lo, tl.minimum(lo + per, KI), BK):
         k = k0 + tl.arange(0, BK)
         w = _weights(W, n, k, N, KI, EVEN)
         x = tl.load(X + m[:, None] * KI + k[None, :], mask=(m < T)[:, None] & (k < KI)[None, :], other=0.0)
-        if NORMED:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            x = (wide * tl.load(NORM + k, mask=k < KI, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(x, _weights(W + N.to(tl.int64) * KI, n, k, N, KI, EVEN), up, input_precision=PRECISION)
@@ -108,10 +89,6 @@ def _stream(
     if SPLIT > 1:
         acc, last = _sum_parts(acc, PART, COUNT, m, n, T, N, SPLIT)
     if last == SPLIT - 1:
-        if NORMED:
-            inverse = tl.rsqrt(squares / KI + eps)[:, None]
-            acc *= inverse
-            up *= inverse
         if BIASED:
             acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             if GATED:
@@ -149,29 +126,27 @@ def stream_linear(
     x_TI: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    norm: tuple[Tensor, float] | None,
     residual_TO: Tensor | None,
     gated: bool,
     scratch: Scratch,
     launch: Launch | None = None,
 ) -> Tensor:
-    """norm(x) W^T + b for at most MOST_TOKENS tokens; added to `residual_TO` in place if there is one.
+    """x W^T + b for at most MOST_TOKENS tokens; added to `residual_TO` in place if there is one.
 
-    `norm` is (weight_I, eps) of an RMS norm before the product, which then is not split. `gated`: the rows of the
-    weight are G, then U, and the result is silu(x G^T) * (x U^T).
+    `gated`: the rows of the weight are G, then U, and the result is silu(x G^T) * (x U^T); it is not split.
     """
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
-    launch = launch or launch_for(tokens, outputs, gated)
-    split = 1 if norm is not None or gated else min(launch.split, max(1, inputs // launch.inputs))
+    launch = launch or (TUNED_GATED if gated else TUNED)
+    split = 1 if gated else min(launch.split, max(1, inputs // launch.inputs))
     out_TO = residual_TO
     if out_TO is None:
         out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
     _stream[(triton.cdiv(outputs, launch.outputs), split)](
-        x_TI, weight_OI, x_TI if bias_O is None else bias_O, x_TI if norm is None else norm[0], out_TO,
-        scratch.parts, scratch.counters, tokens, outputs, inputs, 0.0 if norm is None else norm[1],
-        max(16, triton.next_power_of_2(tokens)), launch.outputs, launch.inputs, split,
-        inputs % (launch.inputs * split) == 0, norm is not None, gated, residual_TO is not None, bias_O is not None,
-        "ieee" if x_TI.dtype == torch.float32 else "tf32", num_warps=launch.warps, num_stages=launch.stages,
+        x_TI, weight_OI, x_TI if bias_O is None else bias_O, out_TO, scratch.parts, scratch.counters, tokens, outputs,
+        inputs, max(16, triton.next_power_of_2(tokens)), launch.outputs, launch.inputs, split,
+        inputs % (launch.inputs * split) == 0, gated, residual_TO is not None, bias_O is not None,
+        "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI), num_warps=launch.warps,
+        num_stages=launch.stages, launch_pdl=early(x_TI),
     )  # fmt: skip
     return out_TO

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.launch import early, in_turn
+
 
 @triton.jit
-def _norm(X, WEIGHT, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(X, WEIGHT, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     ok = at < N
@@ -31,12 +34,16 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     tokens, size = x_TI.shape
     out_TI = torch.empty((tokens, size), dtype=x_TI.dtype, device=x_TI.device)
     block = triton.next_power_of_2(size)
-    _norm[(tokens,)](x_TI, weight_I, out_TI, x_TI.stride(0), eps, size, block, num_warps=_warps(block))
+    _norm[(tokens,)](
+        x_TI, weight_I, out_TI, x_TI.stride(0), eps, size, block, early(x_TI), num_warps=_warps(block),
+        launch_pdl=early(x_TI),
+    )  # fmt: skip
     return out_TI
 
 
 @triton.jit
-def _silu_and_mul(GATE_UP, OUT, N, BLOCK: tl.constexpr):
+def _silu_and_mul(GATE_UP, OUT, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = at < N
@@ -50,5 +57,7 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
     out_TI = torch.empty((tokens, size), dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul[(tokens, triton.cdiv(size, block))](gate_up_TI, out_TI, size, block, num_warps=4)
+    _silu_and_mul[(tokens, triton.cdiv(size, block))](
+        gate_up_TI, out_TI, size, block, early(gate_up_TI), num_warps=4, launch_pdl=early(gate_up_TI)
+    )
     return out_TI

@@ -12,7 +12,7 @@ from torch.nn.functional import linear as product
 from octavo.kernels import reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
-from octavo.kernels.gpu.linear import MOST_TOKENS, Scratch, stream_linear
+from octavo.kernels.gpu.linear import MOST_TOKENS, MOST_WEIGHTS, Scratch, stream_linear
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
@@ -28,33 +28,24 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 
 class CudaOps:
-    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens in bfloat16 go through `stream_linear`."""
+    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens with small weights take `stream_linear`."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
 
-    def _streams(self, x_TI: Tensor) -> bool:
-        return x_TI.shape[0] <= MOST_TOKENS and x_TI.dtype == torch.bfloat16
-
     def linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
         """y = norm(x) W^T + b."""
-
-        def apply(x_TI: Tensor) -> Tensor:
-            if norm is None:
-                return product(x_TI, weight_OI, bias_O)
-            if self._streams(x_TI):
-                return stream_linear(x_TI, weight_OI, bias_O, norm, None, False, self._scratch)
-            return product(rms_norm(x_TI, *norm), weight_OI, bias_O)
-
-        return apply
+        if norm is None:
+            return lambda x_TI: product(x_TI, weight_OI, bias_O)
+        return lambda x_TI: product(rms_norm(x_TI, *norm), weight_OI, bias_O)
 
     def gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
         """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
 
         def apply(x_TI: Tensor) -> Tensor:
-            if self._streams(x_TI):
-                return stream_linear(x_TI, weight_OI, bias_O, norm, None, True, self._scratch)
             x_TI = x_TI if norm is None else rms_norm(x_TI, *norm)
+            if _streams(x_TI, weight_OI):
+                return stream_linear(x_TI, weight_OI, bias_O, None, True, self._scratch)
             return silu_and_mul(product(x_TI, weight_OI, bias_O))
 
         return apply
@@ -64,10 +55,14 @@ class CudaOps:
         self._scratch.reserve(weight_OI.shape[0])
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
-            if self._streams(x_TI):
-                return stream_linear(x_TI, weight_OI, bias_O, None, residual_TO, False, self._scratch)
+            if _streams(x_TI, weight_OI):
+                return stream_linear(x_TI, weight_OI, bias_O, residual_TO, False, self._scratch)
             if bias_O is not None:
                 residual_TO.add_(bias_O)
             return residual_TO.addmm_(x_TI, weight_OI.t())
 
         return apply
+
+
+def _streams(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    return x_TI.shape[0] <= MOST_TOKENS and weight_OI.numel() <= MOST_WEIGHTS and x_TI.dtype == torch.bfloat16

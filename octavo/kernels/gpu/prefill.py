@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of
+from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.step import (
     C_KEYS,
     C_ROW,
@@ -32,12 +33,15 @@ from octavo.kernels.gpu.step import (
 
 _NEG = tl.constexpr(-1.0e30)
 # Rows of a tile (tokens times padded G), keys of a block, warps, stages: for 2-byte elements and head dims up to
-# 128, for wider heads, for float32 (exact products without tensor cores: large tiles hardly compile).
-TUNED = {"half": (128, 64, 4, 3), "wide": (128, 32, 8, 3), "float32": (32, 16, 4, 2)}
+# 128, the same where the keys are the step's own, for wider heads, for float32 (exact products without tensor cores:
+# large tiles hardly compile).
+TUNED = {
+    "half": (128, 64, 4, 3), "own": (128, 64, 8, 3), "wide": (128, 32, 8, 3), "float32": (32, 16, 4, 2),
+}  # fmt: skip
 
 
-def _tuned(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    return TUNED["float32" if dtype == torch.float32 else "wide" if dim > 128 else "half"]
+def _tuned(dim: int, dtype: torch.dtype, own: bool = False) -> tuple[int, int, int, int]:
+    return TUNED["own" if own else "float32" if dtype == torch.float32 else "wide" if dim > 128 else "half"]
 
 
 def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -113,8 +117,9 @@ def _prefill(
     Q, KEYS, VALUES, OWN_KEYS, OWN_VALUES, OUT, TABLES, META, ROWS, TILES, R, M, tiles_cap, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    OWN: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    in_turn(EARLY)
     tile = tl.program_id(1)
     head = tl.program_id(0)
     if tile >= tl.load(META + M_TILES):
@@ -172,8 +177,9 @@ def _prefix(
     Q, KEYS, VALUES, PART, LSE, TABLES, META, ROWS, R, M, q_stride, first, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    in_turn(EARLY)
     head = tl.program_id(0)
     lane0 = tl.program_id(1) * (BM // GP)
     split = tl.program_id(2)
@@ -213,13 +219,13 @@ def _prefix(
     tl.store(LSE + place, lse, mask=ok)
 
 
-def _sizes(q_THD: Tensor, keys_NKSD: Tensor) -> tuple[tuple[int, ...], str, dict[str, int]]:
+def _sizes(q_THD: Tensor, keys_NKSD: Tensor, own: bool = False) -> tuple[tuple[int, ...], str, dict[str, int]]:
     """H, K, G, GP, D, BD, S, BM, BN of the kernels above; precision of products; launch options."""
     heads, dim = q_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, width = heads // kv_heads, triton.next_power_of_2(dim)
     padded = triton.next_power_of_2(group)
-    rows, block, warps, stages = _tuned(dim, q_THD.dtype)
+    rows, block, warps, stages = _tuned(dim, q_THD.dtype, own)
     sizes = (heads, kv_heads, group, padded, dim, width, block_size, max(rows, padded), block)
     return sizes, precision_of(q_THD), {"num_warps": warps, "num_stages": stages}
 
@@ -242,7 +248,7 @@ def prefill_attention(
     `own`: (rotated q and k [T, H + K, D], the qkv product [T, H + 2K, D]) of the step. With it the keys and values of
     the step itself are read from there, in wide copies that know no blocks; every one of its tokens must be finite.
     """
-    sizes, precision, launch = _sizes(q_THD, keys_NKSD)
+    sizes, precision, launch = _sizes(q_THD, keys_NKSD, own is not None)
     keys: Any = q_THD
     values: Any = q_THD
     if own is not None:
@@ -250,7 +256,7 @@ def prefill_attention(
     _prefill[(sizes[1], tiles)](
         q_THD, keys_NKSD, values_NKSD, keys, values, out_THD, tables_SM, step.meta, step.rows_CR, step.tiles_2Q,
         step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1], q_THD.stride(0), scale * LOG2_E, *sizes,
-        softcap, window, own is not None, precision, **launch,
+        softcap, window, own is not None, precision, early(q_THD), launch_pdl=early(q_THD), **launch,
     )  # fmt: skip
 
 
@@ -281,5 +287,5 @@ def prefix_attention(
     _prefix[grid](
         q_THD, keys_NKSD, values_NKSD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
         rows, tables_SM.shape[1], q_THD.stride(0), partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes,
-        softcap, splits, precision, **launch,
+        softcap, splits, precision, early(q_THD), launch_pdl=early(q_THD), **launch,
     )  # fmt: skip

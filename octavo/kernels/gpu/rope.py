@@ -11,13 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.launch import early, in_turn
+
+_MANY = 1024  # tokens from which a program does more
+
 
 @triton.jit
 def _norm_rotate_write(
     QKV, NORM, ROPE, POSITION, SLOT, Q, KEYS, VALUES, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HB: tl.constexpr,
-    NORMED: tl.constexpr,
+    NORMED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    in_turn(EARLY)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HB + tl.arange(0, HB)
     d = tl.arange(0, BD)
@@ -65,10 +70,10 @@ def norm_rotate_write(
     q_heads = heads - 2 * kv_heads
     qk_TJD = torch.empty((tokens, q_heads + kv_heads, dim), dtype=qkv_TJD.dtype, device=qkv_TJD.device)
     width = triton.next_power_of_2(dim)
-    group = min(triton.next_power_of_2(heads), max(1, 1024 // width))
+    group = min(triton.next_power_of_2(heads), max(1, (1024 if tokens < _MANY else 4096) // width))
     _norm_rotate_write[(tokens, triton.cdiv(heads, group))](
         qkv_TJD, qkv_TJD if norm is None else norm[0], rope_PD, positions_T, slots_T, qk_TJD, keys_NKSD, values_NKSD,
         0.0 if norm is None else norm[1], q_heads, kv_heads, dim, width, block_size, group, norm is not None,
-        num_warps=4,
+        early(qkv_TJD), num_warps=4, launch_pdl=early(qkv_TJD),
     )  # fmt: skip
     return qk_TJD

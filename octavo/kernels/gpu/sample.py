@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.step import M_SAMPLES, StepTables
 
 _TAG = tl.constexpr(0x4F435456)
@@ -89,8 +90,10 @@ def _gumbel(w, FAST: tl.constexpr):
 def _choose(
     LOGITS, CUTS, PARAMS, SAMPLES, META, BEST, ID, BAD, R, V, scale,
     SOFTCAP: tl.constexpr, RANDOM: tl.constexpr, FILTERS: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best token of one piece of the vocabulary: QUADS groups of four ids that share a Philox counter."""
+    in_turn(EARLY)
     n = tl.program_id(0)
     if n >= tl.load(META + M_SAMPLES):
         return
@@ -131,8 +134,9 @@ def _choose(
 
 
 @triton.jit
-def _finish(BEST, ID, BAD, SAMPLES, META, LAST, OUT, R, pieces, CP: tl.constexpr):
+def _finish(BEST, ID, BAD, SAMPLES, META, LAST, OUT, R, pieces, CP: tl.constexpr, EARLY: tl.constexpr):
     """Join the pieces; keep the token as the row's last, report it, or report -1 for logits that are not finite."""
+    in_turn(EARLY)
     n = tl.program_id(0)
     if n >= tl.load(META + M_SAMPLES):
         return
@@ -336,9 +340,10 @@ def sample(
         )  # fmt: skip
     _choose[(count, pieces)](
         logits_NV, cuts_N3, params_SP, step.samples_3R, step.meta, best_NC, id_NC, bad_NC, rows, vocab, scale,
-        softcap, random, filters, quads, not triton.knobs.runtime.interpret, num_warps=4,
+        softcap, random, filters, quads, not triton.knobs.runtime.interpret, early(logits_NV), num_warps=4,
+        launch_pdl=early(logits_NV),
     )  # fmt: skip
     _finish[(count,)](
         best_NC, id_NC, bad_NC, step.samples_3R, step.meta, last_token_S, out_N, rows, pieces,
-        triton.next_power_of_2(pieces), num_warps=4,
+        triton.next_power_of_2(pieces), early(logits_NV), num_warps=4, launch_pdl=early(logits_NV),
     )  # fmt: skip

@@ -50,7 +50,9 @@ I_ROW = tl.constexpr(1)  # device row
 I_FROM = tl.constexpr(2)  # first key
 I_TO = tl.constexpr(3)  # key after the last
 I_LENGTH = tl.constexpr(4)  # keys of the row
-I_PLACE = tl.constexpr(5)  # where its partial result goes; -1: it is the row's only item
+I_PART = tl.constexpr(5)  # its number among the items of its row
+I_PARTS = tl.constexpr(6)  # items of the row
+I_PLACE = tl.constexpr(7)  # where the row's first partial result goes
 ITEM_WORDS = tl.constexpr(8)
 
 RUN_WORDS = tl.constexpr(4)  # words of the runner before the plan's: keys of the shared prefix, then free
@@ -67,15 +69,17 @@ class StepTables:
     """Device memory that describes the step in progress; allocated once, filled by `begin`. All int32.
 
     items_I8: decode items, see `I_*`. tiles_2Q: row and first token (in the row) of each query tile.
-    samples_3R: token index, device row and position of each sample.
+    samples_3R: token index, device row and position of each sample. finished_RK: decode items of a row that are done
+    in the kernel that runs, per key/value head; zero between kernels.
     """
 
-    def __init__(self, rows: int, tokens: int, items: int, tiles: int, device: torch.device) -> None:
+    def __init__(self, rows: int, tokens: int, items: int, tiles: int, kv_heads: int, device: torch.device) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.meta = ints(META_WORDS)
         self.rows_CR = ints(ROW_COLUMNS, rows)
+        self.finished_RK = ints(rows, kv_heads)
         self.items_I8 = ints(items, ITEM_WORDS.value)
         self.tiles_2Q = ints(2, max(tiles, 1))
         self.samples_3R = ints(3, rows)
@@ -215,13 +219,14 @@ def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_ca
         ok = (c < chunks) & (place < items_cap)
         item = ITEMS + place * ITEM_WORDS
         first = begin + c * chunk
-        slot = tl.where((chunks > 1) | (begin > 0), tl.load(ROWS + C_SLOT * R + lane) + c, -1)
         tl.store(item + I_LANE, c * 0 + lane, mask=ok)
         tl.store(item + I_ROW, c * 0 + row, mask=ok)
         tl.store(item + I_FROM, first, mask=ok)
         tl.store(item + I_TO, tl.minimum(first + chunk, last), mask=ok)
         tl.store(item + I_LENGTH, c * 0 + last, mask=ok)
-        tl.store(item + I_PLACE, slot, mask=ok)
+        tl.store(item + I_PART, c, mask=ok)
+        tl.store(item + I_PARTS, c * 0 + chunks, mask=ok)
+        tl.store(item + I_PLACE, c * 0 + tl.load(ROWS + C_SLOT * R + lane), mask=ok)
     length = tl.load(ROWS + C_TOKENS * R + lane)
     tiles = tl.where(lane < tl.load(META + M_DECODE), 0, tl.cdiv(length, TILE))
     for i in range(0, tiles, BLOCK):

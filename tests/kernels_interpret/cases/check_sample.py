@@ -37,7 +37,7 @@ def run(logits_NV: Tensor, rows: list[Row], **options: float) -> tuple[list[int]
         params[i, P_TOP_K] = int(row.get("top_k", 0))
         params[i, P_SEED_LOW], params[i, P_SEED_HIGH] = signed(0x9ABCDEF0 + i), signed(0xF0000001 * i & 0xFFFFFFFF)
         params[i, P_CHILD] = i % 3
-    step = StepTables(count + 2, 1, 1, 1, torch.device("cpu"))
+    step = StepTables(count + 2, 1, 1, 1, 1, torch.device("cpu"))
     step.meta[6] = count
     step.samples_3R[1, :count] = torch.arange(1, count + 1)
     step.samples_3R[2, :count] = torch.arange(100, 100 + count)

@@ -61,12 +61,12 @@ def test_items_cover_all_keys_once(decodes: list[int], shared: int) -> None:
     begin, keys = columns(case, C_BEGIN), columns(case, C_KEYS)
     covered = {lane: [] for lane in range(len(decodes))}
     slots = columns(case, C_SLOT)
-    for lane, row, first, last, length, place, *_ in step.items_I8[:items].tolist():
+    for lane, row, first, last, length, number, parts, place in step.items_I8[:items].tolist():
         part = (first - begin[lane]) // chunk
         covered[lane].append(part)
         assert row == case.rows[lane] and length == keys[lane]
         assert first == begin[lane] + part * chunk and last == min(first + chunk, keys[lane])
-        assert place == (slots[lane] + part if shared or columns(case, C_CHUNKS)[lane] > 1 else -1)
+        assert (number, parts, place) == (part, columns(case, C_CHUNKS)[lane], slots[lane])
     for lane, parts in covered.items():
         assert sorted(parts) == list(range(-(-(keys[lane] - begin[lane]) // chunk)))
         assert columns(case, C_CHUNKS)[lane] == len(parts)

@@ -44,6 +44,7 @@ def make_case(
     *,
     device: str = "cpu",
     block_size: int = 16,
+    kv_heads: int = 64,
     shared: int = 0,
     lanes: int | None = None,
     tokens: int | None = None,
@@ -85,7 +86,8 @@ def make_case(
     words = draft.encode(columns_4R, len(decodes))
     lanes, tokens = lanes or count, tokens or sum(lengths)
     tiles = sum(-(-n // cut.tile) for _, n in chunks)
-    step = StepTables(max(lanes, count), tokens, cut.items + max(lanes, count), tiles, torch.device(device))
+    most = max(lanes, count)
+    step = StepTables(most, tokens, cut.items + most, tiles, kv_heads, torch.device(device))
     tables_SM = torch.zeros((count + 3, columns), dtype=torch.int32, device=device)
     params_SP = torch.zeros((count + 3, PARAM_WORDS), dtype=torch.int32, device=device)
     last_token_S = torch.from_numpy(rng.integers(0, 1000, count + 3)).to(device)
