@@ -44,6 +44,7 @@ from octavo.weights.gguf import GgufCheckpoint
 _log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+STEPS = 4.0  # a step takes at most so many times as long as is expected of a full one
 _EXIT_ERRORS: dict[int, type[OctavoError]] = {2: ConfigError, 3: ModelError}
 
 
@@ -196,7 +197,7 @@ class AsyncLLM:
                 ours.close()
                 raise
         loop = asyncio.get_running_loop()
-        self._gone, self.failure = asyncio.Event(), None
+        self._gone, self.failure, self.numbers = asyncio.Event(), None, None
         self._ready = loop.create_future()
         ours.setblocking(False)
         _, self._channel = await loop.create_unix_connection(
@@ -210,6 +211,13 @@ class AsyncLLM:
                 f"The tokenizer has {self.tokenizer.vocab_size} ids, the model {self.limits.vocab_size}.",
                 "Use the tokenizer that belongs to the model.",
             )
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether the engine has said nothing for `seconds`, and no step that may still run explains it."""
+        numbers = self.numbers
+        if numbers is not None and (numbers.running or numbers.waiting):
+            seconds += STEPS * numbers.full_step_seconds
+        return time.monotonic() - self.last_sign > seconds
 
     async def gone(self) -> None:
         """Return when the engine process has ended or closed its end."""

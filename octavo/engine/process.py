@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 IDLE_BEAT = 1.0  # seconds between signs of life with nothing to do
 BUSY_BEAT = 0.1
+FIRST_STEP = 150.0  # expected of a step while none has been measured: a large model on a small machine
 
 
 def main(fd: int) -> int:
@@ -102,13 +103,19 @@ def _give_up(channel: EngineEnd, code: int, cause: str, fix: str) -> int:
 
 
 class EngineProcess:
-    """Drives one engine for one client until the client is gone. EngineError and WireError end it."""
+    """Drives one engine for one client until the client is gone. EngineError and WireError end it.
+
+    No sign of life comes while a step runs. So the client is told before the first that there is work, and with every
+    beat how long a step may take: as long as the largest so far, for as many tokens as there may be.
+    """
 
     def __init__(self, engine: Engine, channel: EngineEnd) -> None:
         self._engine = engine
         self._channel = channel
         self._step_seconds = 0.0
         self._next_beat = 0.0
+        self._said_busy = False
+        self._largest = (0, 0.0)  # tokens and seconds of the largest step, the last of that size
 
     def run(self) -> None:
         """Serve until the client closes."""
@@ -118,14 +125,20 @@ class EngineProcess:
                 self._apply(message)
             if channel.closed:
                 return
-            busy = scheduler.has_work()
-            if busy:
+            self._beat()
+            if scheduler.has_work():
                 self._step()
-            now = time.monotonic()
-            if now >= self._next_beat or (busy and not scheduler.has_work()):
-                self._next_beat = now + (BUSY_BEAT if scheduler.has_work() else IDLE_BEAT * 0.9)
-                channel.send(Beat(self._numbers()))
+                self._beat()
             channel.flush()
+
+    def _beat(self) -> None:
+        """Give a sign of life when one is due, and whenever work begins or ends."""
+        busy, now = self._engine.scheduler.has_work(), time.monotonic()
+        if now >= self._next_beat or busy != self._said_busy:
+            self._said_busy = busy
+            self._next_beat = now + (BUSY_BEAT if busy else IDLE_BEAT * 0.9)
+            self._channel.send(Beat(self._numbers()))
+            self._channel.flush()
 
     def _apply(self, message: Message) -> None:
         scheduler = self._engine.scheduler
@@ -142,11 +155,23 @@ class EngineProcess:
             invariant(False, f"{type(message).__name__} comes once, at the start")
 
     def _step(self) -> None:
-        begin = time.monotonic()
+        begin, done = time.monotonic(), self._tokens_done()
         for batch in self._engine.loop.step():
             if len(batch.token) or batch.ended:
                 self._channel.send(pack(batch))
         self._step_seconds = time.monotonic() - begin
+        tokens = self._tokens_done() - done
+        if tokens and tokens >= self._largest[0]:
+            self._largest = (tokens, self._step_seconds)
+
+    def _tokens_done(self) -> int:
+        stats = self._engine.scheduler.stats
+        return stats.prompt_tokens_computed + stats.recomputed_tokens + stats.generated_tokens
+
+    def _full_step(self) -> float:
+        tokens, seconds = self._largest
+        most = self._engine.facts.max_num_batched_tokens
+        return seconds * max(most / tokens, 1.0) if tokens else FIRST_STEP
 
     def _numbers(self) -> EngineNumbers:
         state = self._engine.scheduler.state
@@ -160,6 +185,7 @@ class EngineProcess:
             live_tokens=now.slots - now.waste,
             step_seconds=self._step_seconds,
             counters=asdict(self._engine.scheduler.stats) | {"evictions": state.pool.evictions},
+            full_step_seconds=self._full_step(),
         )
 
 

@@ -29,7 +29,7 @@ class EngineNumbers(msgspec.Struct, frozen=True):
     """What the engine reports of itself: gauges as they are now, `counters` since its start.
 
     cached_blocks: known to the prefix index. live_tokens: tokens whose K and V lie in `used_blocks`. step_seconds: of
-    the last step.
+    the last step. full_step_seconds: what a step of the most tokens is expected to take.
     """
 
     running: int
@@ -40,6 +40,7 @@ class EngineNumbers(msgspec.Struct, frozen=True):
     live_tokens: int
     step_seconds: float
     counters: dict[str, int]
+    full_step_seconds: float = 0.0
 
 
 class ServerMetrics:

@@ -48,9 +48,9 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether a request that comes now would be served: the engine has given a sign of life lately."""
-        fresh = time.monotonic() - self.llm.last_sign <= SIGN_SECONDS
-        return not self.gate.closed and self.gate.running > 0 and self.llm.failure is None and fresh
+        """Whether a request that comes now would be served: the engine runs a step, or gave a sign of life lately."""
+        well = self.llm.failure is None and not self.llm.overdue(SIGN_SECONDS)
+        return not self.gate.closed and self.gate.running > 0 and well
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under. Raises Problem for a model that is not served."""

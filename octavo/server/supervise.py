@@ -186,8 +186,8 @@ class Server:
         limit = self._config.watchdog_timeout
         while True:
             await asyncio.sleep(min(0.5, limit / 4))
-            silent = time.monotonic() - self._llm.last_sign
-            if silent > limit:
+            if self._llm.overdue(limit):
+                silent = time.monotonic() - self._llm.last_sign
                 _log.error("The engine has said nothing for %.1f s; its stacks follow.", silent)
                 await self._llm.kill(dump_stacks=True)
                 return

@@ -28,7 +28,6 @@ class StubLLM:
 
     name = "stub"
     failure: Any = None
-    last_sign = 0.0
 
     def __init__(self, tokenizer: Tokenizer, answer: Sequence[int] = (9, 8, 7)) -> None:
         self.tokenizer = tokenizer

@@ -48,7 +48,8 @@ def events_of(data: bytes) -> list[str]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_f1_f4_b68_the_engine_dies_or_hangs(how: int) -> None:
     """Not ready at once, every stream gets an error and closes, exit 4, nothing is left; a hang shows its stacks."""
-    with Running(*SLOW, "--watchdog-timeout", "2", fake="fake:20").wait_ready() as server:
+    options = ("--watchdog-timeout", "2", "--max-num-batched-tokens", "64")  # few, or long steps would be expected
+    with Running(*SLOW, *options, fake="fake:20").wait_ready() as server:
         socks = open_streams(server, 50)
         begin = time.monotonic()
         os.kill(server.engine_pid, how)
