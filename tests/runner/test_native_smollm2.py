@@ -72,6 +72,7 @@ def test_perplexity_is_within_one_percent_of_float32(smollm2_gguf, stored, text)
         assert runner.engine.shared_segments > 0  # rows of one sequence share their blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype,bound", [("bfloat16", 0.01), ("int8", 0.01), ("int4", 0.15)])
 def test_plain_weights_in_fewer_bits(smollm2_gguf, exact, text, dtype, bound):
     ids = text[:400]
