@@ -157,17 +157,33 @@ def backends(torch: Torch) -> tuple[Backend, ...]:
 
 
 def kernels(torch: Torch) -> tuple[Backend, ...]:
-    """The optional kernels of the torch back ends on the CPU."""
+    """The kernels for the CPU: the native engine's, one set of them for each instruction set, and torch's."""
+    return (*_native_kernels(), _torch_kernels(torch))
+
+
+def _native_kernels() -> list[Backend]:
+    from octavo.kernels import native
+    from octavo.machine import usable_cores
+
+    if reason := native.missing():
+        return [Backend("native", False, reason)]
+    found = native.kernel_sets()
+    reasons = {name: f"{found[0]} is faster" if name in found else "this processor lacks it" for name in native.SETS}
+    reasons[found[0]] = f"the fastest that this processor runs, on {usable_cores()} threads"
+    return [Backend(f"native {name}", name == found[0], reason) for name, reason in reasons.items()]
+
+
+def _torch_kernels(torch: Torch) -> Backend:
     name = "packed bfloat16 products"
     if torch.missing:
-        return (Backend(name, False, torch.missing),)
+        return Backend(name, False, torch.missing)
     from torch import bfloat16, zeros
 
     from octavo.kernels.cpu import can_pack
 
     if can_pack(zeros(16, 16, dtype=bfloat16)):
-        return (Backend(name, True, "oneDNN has them for this processor"),)
-    return (Backend(name, False, "oneDNN has none for this processor; they need AVX-512"),)
+        return Backend(name, True, "oneDNN has them for this processor")
+    return Backend(name, False, "oneDNN has none for this processor; they need AVX-512")
 
 
 def demo_model() -> DemoModel:

@@ -136,8 +136,18 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("can", [True, False])
 def test_kernels(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
     monkeypatch.setattr("octavo.kernels.cpu.can_pack", lambda weight: can)
-    (packed,) = doctor.kernels(CPU_TORCH)
+    *_, packed = doctor.kernels(CPU_TORCH)
     assert packed.used == can and "oneDNN" in packed.reason
+
+
+def test_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.kernels.native.missing", lambda: "")
+    monkeypatch.setattr("octavo.kernels.native.kernel_sets", lambda: ["avx2", "portable"])
+    found = {backend.name: backend for backend in doctor.kernels(NO_TORCH)}
+    assert [name for name, backend in found.items() if backend.used] == ["native avx2"]
+    assert "lacks" in found["native avx512"].reason and "avx2 is faster" in found["native portable"].reason
+    monkeypatch.setattr("octavo.kernels.native.missing", lambda: "not built")
+    assert doctor.kernels(NO_TORCH)[0].reason == "not built"
 
 
 def test_demo_model_is_found_without_importing_its_package(smollm2_gguf: Path) -> None:
