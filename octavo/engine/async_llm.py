@@ -180,22 +180,19 @@ class AsyncLLM:
         return list(self._streams.values())
 
     async def launch(self) -> None:
-        """Start the engine process and wait until it is ready. Raises what kept it from starting.
-
-        OSError when the machine has no room for another process.
-        """
+        """Start the engine process and wait until it is ready. Raises what kept it from starting."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "octavo.engine.process", str(theirs.fileno())]
         if not sys.flags.debug and sys.flags.optimize:
             command.insert(1, "-" + "O" * sys.flags.optimize)
-        with theirs:
-            try:
+        try:
+            with theirs:
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=engine_environment()
                 )
-            except OSError:
-                ours.close()
-                raise
+        except OSError as error:
+            ours.close()
+            raise EngineError(f"The engine process cannot be started: {error}.", "Free memory or files.") from None
         loop = asyncio.get_running_loop()
         self._gone, self.failure, self.numbers = asyncio.Event(), None, None
         self._ready = loop.create_future()

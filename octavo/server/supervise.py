@@ -3,7 +3,8 @@
 Everything that can be refused is refused before the port answers: options and a port in use (exit code 2), the model
 (3). The engine process is watched: its end, or silence for `watchdog_timeout` (its stacks are written to the log
 first), makes the server not ready at once and ends what was under way with an error. Then the server exits with code
-4, or with `supervise` starts the engine again.
+4, or with `supervise` starts the engine again, which must then be ready in `watchdog_timeout`, or `SLOWER` times as
+long as before.
 
 SIGTERM drains: nothing new is let in, what runs may end within `shutdown_timeout`; exit code 0, or 5 when something
 was cut off. A second SIGTERM, or SIGINT, cuts at once. SIGQUIT writes all stacks and kills.
@@ -27,7 +28,7 @@ import uvicorn
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.async_llm import AsyncLLM, Stream
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.metrics.server import ServerMetrics
 from octavo.server.app import build_app
 from octavo.server.auth import Keys, check_bind, is_loopback, load_keys
@@ -38,10 +39,12 @@ _log = logging.getLogger(__name__)
 
 CUT_SHORT = 5
 ENGINE_DIED = 4
+CUT_SECONDS = 2.0  # that clients have to take the rest of what was cut off
 BACKLOG = 2048
 SEND_BUFFER = 128 << 10
 MAX_RESTARTS = 5  # in a row
 STEADY_SECONDS = 60.0  # after which the engine counts as well again
+SLOWER = 4.0  # how much longer than the last start another may take
 _SPARE_FILES = 128
 
 
@@ -100,28 +103,41 @@ class Server:
             http = _Http(build_app(self._service, self._keys, check_host=is_loopback(self._config.host)))
             serving = asyncio.create_task(http.serve([sock]))
             try:
-                while not http.started and not serving.done():
-                    await asyncio.sleep(0.005)
+                await self._listen(http, serving)
                 self._announce(sock, time.monotonic() - begin)
-                return await self._live()
+                return await self._live(serving)
             finally:
                 http.should_exit = True
-                await serving
+                await asyncio.wait((serving,))
         finally:
             self._service.close()
             await self._llm.close()
 
-    async def _load(self) -> bool:
-        """Start the engine; False when a signal came first. Raises what kept it from starting."""
+    async def _listen(self, http: _Http, serving: asyncio.Task[None]) -> None:
+        """Return when the port answers. Raises ConfigError when it does not: another process may have been faster."""
+        while not http.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if serving.done():
+            error = serving.exception()
+            raise ConfigError(
+                f"Port {self._config.port} of {self._config.host} cannot be listened on: {error}.",
+                "Give another --port.",
+            )
+
+    async def _load(self, limit: float | None = None) -> bool:
+        """Start the engine; False when a signal came first. Raises what kept it from starting within `limit`."""
         loading = asyncio.create_task(self._llm.launch())
         told = asyncio.create_task(self._told.wait())
-        await asyncio.wait((loading, told), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loading, told), return_when=asyncio.FIRST_COMPLETED, timeout=limit)
         told.cancel()
         if not loading.done():
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError, OctavoError):
                 await loading
-            return False
+            if self._told.is_set():
+                return False
+            await self._llm.kill(dump_stacks=True)
+            raise EngineError(f"The engine was not ready after {limit:.0f} s; its stacks are in the log.")
         await loading
         self._open_gate()
         gc.collect()
@@ -148,18 +164,21 @@ class Server:
             print(f"{self._service.names[0]}: {facts.line() if facts is not None else ''}", flush=True)
             print(f"Octavo is ready on http://{where}:{port} after {seconds:.1f} s", flush=True)
 
-    async def _live(self) -> int:
+    async def _live(self, serving: asyncio.Task[None]) -> int:
         """Serve until told to end or the engine is lost for good."""
         restarts, since = 0, time.monotonic()
         while True:
             gone = asyncio.create_task(self._llm.gone())
             told = asyncio.create_task(self._told.wait())
             watch = asyncio.create_task(self._watch())
-            await asyncio.wait((gone, told), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((gone, told, serving), return_when=asyncio.FIRST_COMPLETED)
             for task in (gone, told, watch):
                 task.cancel()
             if self._told.is_set():
                 return await self._drain()
+            if serving.done():
+                _log.error("The HTTP server has ended by itself: %s", serving.exception())
+                return ENGINE_DIED
             self._service.gate.running = 0
             self._metrics.lost()
             _log.error("The engine process is gone: %s", self._llm.failure)
@@ -170,13 +189,13 @@ class Server:
                 return ENGINE_DIED
             await asyncio.sleep(min(0.25 * 2**restarts, 10.0))
             restarts += 1
-            since = time.monotonic()
             await self._start_again()
+            since = time.monotonic()
 
     async def _start_again(self) -> None:
         self._metrics.restarts.add()
         try:
-            if await self._load():
+            if await self._load(max(self._config.watchdog_timeout, SLOWER * self._llm.load_seconds)):
                 _log.warning("The engine runs again.")
         except OctavoError as error:
             _log.error("The engine could not be started again: %s", error)
@@ -208,7 +227,8 @@ class Server:
         cut = len(service.jobs)
         for job in list(service.jobs):
             job.cut()
-        while service.jobs and time.monotonic() < end + 2.0:
+        end = time.monotonic() + CUT_SECONDS
+        while service.jobs and time.monotonic() < end:
             await asyncio.sleep(0.02)
         if cut:
             _log.warning("%d requests were cut off.", cut)
