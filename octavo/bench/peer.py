@@ -39,6 +39,8 @@ def as_transformers(spec: ModelSpec, params: dict[str, Tensor], dtype: torch.dty
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ConfigError("transformers is not installed.", 'Run: pip install "octavo[test]"') from None
+    if spec.architecture not in ("llama", "qwen2", "qwen3") or any(layer.window for layer in spec.layers):
+        raise ConfigError(f"{spec.architecture} has no rival here.", "Compare with a Llama, Qwen2 or Qwen3 model.")
     made = AutoConfig.for_model(spec.architecture, **config_of(spec))
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         made, dtype=dtype, attn_implementation="sdpa"

@@ -6,6 +6,7 @@ import random
 import struct
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -48,6 +49,8 @@ def batch() -> TokenBatch:
         1: TokenLogprobs(-0.25, 3, np.array([4, 5], np.int32), np.array([-0.1, -0.2], np.float32)),
         0: TokenLogprobs(-1.0, 1, np.empty(0, np.int32), np.empty(0, np.float32)),
     }
+    entry = TokenLogprobs(-2.5, 7, np.array([3], np.int32), np.array([-0.5], np.float32))
+    made.prompts = [(8, 1, [entry, entry]), (9, 65, [entry])]
     return made
 
 
@@ -72,7 +75,20 @@ def test_token_batches_there_and_back() -> None:
         found = got.logprobs[place]
         assert (found.chosen, found.rank) == (want.chosen, want.rank)
         assert np.array_equal(found.ids, want.ids) and np.allclose(found.values, want.values)
+    assert [(number, first, len(entries)) for number, first, entries in got.prompts] == [(8, 1, 2), (9, 65, 1)]
+    assert got.prompts[1][2][0].ids.tolist() == [3] and got.prompts[0][2][1].rank == 7
     assert not unpack(pack(TokenBatch.of_ends([]))).ended
+
+
+def test_prompts_without_tokens_and_counts_that_lie() -> None:
+    made = TokenBatch.of_ends([])
+    made.prompts = [(1, 1, batch().prompts[0][2])]
+    sound = pack(made)
+    assert unpack(sound).prompts[0][1] == 1
+    for count in (3, 1, -1, 1 << 40):
+        heads = np.array([1, 1, count], "<i8").tobytes()
+        with pytest.raises(WireError):
+            unpack(msgspec.structs.replace(sound, prompts=heads))
 
 
 def test_a_length_of_2_gib_is_refused_before_it_is_believed() -> None:

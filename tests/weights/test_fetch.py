@@ -140,6 +140,8 @@ def test_gguf_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     calls = hub(monkeypatch, lambda repo_id, **_: str(tmp_path))
     assert resolve_model("owner/name/m.Q4_1.gguf").path == tmp_path / "m.Q4_1.gguf"
     assert calls[0]["allow_patterns"] == ["m.Q4_1.gguf"]
+    resolve_model("owner/name/m-00002-of-00003.gguf")
+    assert calls[1]["allow_patterns"] == ["m-*-of-00003.gguf"]
 
 
 def test_hub_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
