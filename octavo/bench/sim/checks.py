@@ -113,13 +113,18 @@ def check_sharing(scheduler: Scheduler, seen: list[Seen], ref: list[int]) -> Non
                 holders.setdefault(block, []).append((column, one))
     for block, group in holders.items():
         column = group[0][0]
-        full = [one for at, one in group if one.computed >= (column + 1) * size and at == column]
+        full = [one for at, one in group if _written(one) >= (column + 1) * size and at == column]
         keys = {one.sequence.keys[column] for one in full if column < len(one.sequence.keys)}
         requests = {one.request_id for _, one in group}
         if any(at != column for at, _ in group):
             raise Violation(f"I3: block {block} is at two places of two texts")
         if len(requests) > 1 and (len(keys) != 1 or len(full) != len(group)):
             raise Violation(f"I3: requests {sorted(requests)} share block {block}, but not what it holds")
+
+
+def _written(one: Seen) -> int:
+    """Positions that are there in the blocks of a sequence: of a fork, all that its parent had computed."""
+    return one.known if one.sequence.forked is not None else one.computed
 
 
 def check_writes(scheduler: Scheduler, runner: FakeRunner) -> None:
