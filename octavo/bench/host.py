@@ -24,7 +24,7 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.types import EngineRequest
 
 BLOCK_SIZE = 16
-PROMPT, SHARED = 1500, 750
+PROMPT, SHARED = 1024, 512
 VOCAB = 32000
 WARM_UP = 300
 

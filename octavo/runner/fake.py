@@ -321,7 +321,7 @@ class _Plan:
             [tuple(section[i : i + width]) for i in range(0, len(section), width)]
             for section, width in zip(sections[1:6], _WIDTHS[1:6], strict=True)
         )
-        self.bans = _bans(sections[6])
+        self.bans = _bans(sections[6], len(runner.rows))
         self._take_rows(words, sections[0], sections[7], runner)
         self._check_blocks(runner)
 
@@ -338,7 +338,8 @@ class _Plan:
             fed = bool(flags & _HOST_IDS)
             ids = tokens[at : at + length] if fed else []
             at += length if fed else 0
-            if fed == (i < decode_rows) or length < 1 or (length != 1 and not fed) or start < 0:
+            inside = 0 <= start and 1 <= length <= runner.columns * runner.block_size - start
+            if not inside or fed == (i < decode_rows) or (length != 1 and not fed):
                 raise PlanError(f"Row {row} has {length} tokens from {start} with flags {flags} at place {i}.")
             self.samples += flags & _SAMPLE
             self.rows.append((row, start, length, flags, ids))
@@ -375,13 +376,13 @@ class _Plan:
             raise PlanError("A host block is used twice in one plan.")
 
 
-def _bans(words: list[int]) -> list[tuple[int, int, frozenset[int]]]:
+def _bans(words: list[int], rows: int) -> list[tuple[int, int, frozenset[int]]]:
     """EXTRAS: (device row, position until which, ids)."""
     out, at = [], 0
     while at < len(words):
-        row, kind, count = words[at : at + 3]
+        row, kind, count, *_ = *words[at : at + 3], 0, -1, -1
         payload = words[at + 3 : at + 3 + count]
-        if kind not in _EXTRAS or len(payload) != count:
+        if kind not in _EXTRAS or count < 1 or len(payload) != count or not 0 < row < rows:
             raise PlanError("A plan has extras of an unknown kind or length.")
         if kind == _BAN_UNTIL:
             out.append((row, payload[0], frozenset(payload[1:])))

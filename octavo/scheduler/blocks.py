@@ -105,9 +105,10 @@ class BlockPool:
     def hold(self, blocks: I32) -> None:
         """Add one reference to each block of a table; free (cached) blocks are revived."""
         ref = self.ref[blocks]
-        for block in blocks[ref == 0].tolist():
-            self._stale[block] += 1
-            self.free -= 1
+        if np.count_nonzero(ref) < len(ref):
+            for block in blocks[ref == 0].tolist():
+                self._stale[block] += 1
+                self.free -= 1
         self.ref[blocks] = ref + 1
 
     def drop(self, blocks: I32) -> None:

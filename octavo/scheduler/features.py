@@ -21,7 +21,7 @@ from octavo.scheduler.plan import (
     float_bits,
 )
 from octavo.scheduler.slots import IS_BEAM, IS_RARE
-from octavo.types import EngineRequest
+from octavo.types import MAX_BIAS, U64, EngineRequest
 
 I32 = NDArray[np.int32]
 
@@ -53,6 +53,24 @@ def has_penalties(request: EngineRequest) -> bool:
 def edited_ids(request: EngineRequest) -> list[int]:
     """All token ids that the request's edits name."""
     return [*request.bias[0], *request.allowed, *(token for word in request.bad for token in word)]
+
+
+def numbers_fit(request: EngineRequest, vocab_size: int) -> bool:
+    """Whether every sampling number is in its range; NaN is in none."""
+    return (
+        0.0 <= request.temperature <= 100.0
+        and 0.0 < request.top_p <= 1.0
+        and 0.0 <= request.min_p <= 1.0
+        and request.top_k >= 0
+        and request.min_tokens >= 0
+        and 0 <= request.seed < U64
+        and -1 <= request.logprobs <= vocab_size
+        and -1 <= request.prompt_logprobs <= vocab_size
+        and 0.0 < request.repetition_penalty <= 100.0
+        and -2.0 <= request.presence_penalty <= 2.0
+        and -2.0 <= request.frequency_penalty <= 2.0
+        and all(-MAX_BIAS <= value <= MAX_BIAS for value in request.bias[1])
+    )
 
 
 def parameter_block(request: EngineRequest) -> I32:

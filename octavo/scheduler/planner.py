@@ -40,7 +40,7 @@ class Planner:
         state, slots = self.state, self.slots
         if self.limits.policy == "priority":
             self._make_way()
-        rows, start = self._plan_decodes()
+        rows, start, flags = self._plan_decodes()
         for row in state.by_order((slots.state == PREFILL).nonzero()[0]):
             if self.budget == 0:
                 break
@@ -49,20 +49,23 @@ class Planner:
             self._admit()
         if not len(rows) and not self.chunks and self.draft.empty():
             return None
-        return self._finish(rows, start)
+        return self._finish(rows, start, flags)
 
-    def _finish(self, decodes: I64, position: I64) -> Step:
-        slots, count = self.slots, len(decodes)
-        columns = np.empty((4, count + len(self.chunks)), np.int64)
-        rows, start, length, flags = columns
-        rows[:count], start[:count], length[:count] = decodes, position, 1
-        flags[:count] = (slots.flags[decodes] & IS_RARE) | SAMPLE
+    def _finish(self, rows: I64, start: I64, flags: I64) -> Step:
+        """The step from its decode rows, and from what was gathered in `draft` and `chunks`."""
+        slots, count = self.slots, len(rows)
+        length = np.ones(count, np.int64)
+        flags = (flags & IS_RARE) | SAMPLE
+        samples = np.arange(count)
         if self.chunks:
-            columns[:, count:] = np.array(self.chunks).T
+            fed = np.array(self.chunks).T
+            rows, start, length, flags = (
+                np.concatenate(pair) for pair in zip((rows, start, length, flags), fed, strict=True)
+            )
+            samples = (flags & SAMPLE).nonzero()[0]
         slots.in_flight[rows] += 1
         device_rows = slots.device_row[rows]
         words = self.draft.encode((device_rows, start, length, flags), count)
-        samples = (flags & SAMPLE).nonzero()[0]
         if self.queue.fair:
             self._charge(rows, length, flags)
         self.stats.steps += 1
@@ -93,29 +96,28 @@ class Planner:
             if first > last and slots.order[head] < slots.order[victim]:
                 self.state.preempt(victim)
 
-    def _plan_decodes(self) -> tuple[I64, I64]:
-        """Rows that compute the token they sampled last, and its position; each gets the block it will write."""
+    def _plan_decodes(self) -> tuple[I64, I64, I64]:
+        """Rows that compute the token they sampled last, its position, their flags; each has the block it writes."""
         slots = self.slots
         rows = (slots.state == DECODE).nonzero()[0]
         if len(rows) > self.budget:  # who has waited longest goes first
             rows = rows[np.lexsort((slots.order[rows], slots.last_step[rows]))[: self.budget]]
             rows.sort()
-        computed = slots.computed[rows]
+        computed, flags = slots.computed[rows], slots.flags[rows]
         special = (computed & self.state.mask) == 0
-        special |= (slots.flags[rows] & SHARED_TAIL) != 0
+        special |= (flags & SHARED_TAIL) > 0
         if np.count_nonzero(special):
-            placed = rows[special]
-            out = self._place(placed)
+            out = self._place(rows[special])
             if out or self.held_back:
                 rows = rows[(slots.state[rows] == DECODE) & ~np.isin(rows, out)]
-                computed = slots.computed[rows]
+                computed, flags = slots.computed[rows], slots.flags[rows]
         self.budget -= len(rows)
         slots.computed[rows] = computed + 1
         known = computed + 2
         slots.known[rows] = known
         slots.last_step[rows] = self.state.step
         slots.state[rows[known >= slots.limit[rows]]] = ENDING
-        return rows, computed
+        return rows, computed, flags
 
     def _place(self, rows: I64) -> list[int]:
         """Give each row a block of its own for the position it writes next; returns the rows that sit out."""

@@ -34,7 +34,7 @@ from octavo.scheduler.records import (
     Step,
     TokenBatch,
 )
-from octavo.scheduler.slots import DEAD, EMPTY, ENDING
+from octavo.scheduler.slots import DEAD, EMPTY, ENDING, PREEMPTED
 from octavo.scheduler.state import SchedulerState
 from octavo.types import EngineRequest
 
@@ -55,7 +55,7 @@ class Scheduler:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request: one sequence for each of its `n` children. Raises RequestError when it can never run."""
-        prompt = np.frombuffer(request.prompt, np.dtype("<i4")).astype(np.int32)
+        prompt = np.frombuffer(request.prompt, np.dtype("<i4"), len(request.prompt) // 4).astype(np.int32)
         self.state.check(request, prompt)
         self.state.new_rows(request, prompt)
 
@@ -101,23 +101,27 @@ class Scheduler:
         state.history[step.device_rows[picked], at] = tokens
         now = slots.state[sampled]
         good = now != DEAD
-        wrong = tokens.view(np.uint32) >= state.limits.vocab_size
-        if bad is not None or np.count_nonzero(wrong):
+        try:
+            ends = state.is_end[tokens.view(np.uint32)]
+        except IndexError:  # a token outside the vocabulary
+            ends = None
+        if bad is not None or ends is None:
+            wrong = tokens.view(np.uint32) >= state.limits.vocab_size
             wrong = wrong if bad is None else wrong | bad
             state.fail_rows(step, sampled[good & wrong].tolist(), lost=False)
             now = slots.state[sampled]
             good = (now != DEAD) & (now != EMPTY)
-            tokens = np.where(wrong, 0, tokens).astype(np.int32)
+            ends = state.is_end[np.where(wrong, 0, tokens)]
         batch = self._batch(sampled, tokens, good, logprobs)
         batch.prompts = told
-        ends = good & ((state.end_ids[tokens] > 0) | (now == ENDING))
-        for i in ends.nonzero()[0].tolist():
+        for i in (good & (ends | (now == ENDING))).nonzero()[0].tolist():
             row = int(sampled[i])
             if int(tokens[i]) in slots.sequence(row).end_ids:
                 state.end(row, STOP)
             elif at[i] + 1 >= slots.limit[row]:
                 state.end(row, LENGTH)
-        state.settle(rows)
+        if len(sampled) < len(rows) or np.count_nonzero(now >= PREEMPTED):
+            state.settle(rows)
         batch.ended = self.take_ended()
         return batch
 

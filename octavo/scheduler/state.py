@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.errors import RequestError, invariant
 from octavo.scheduler.blocks import BlockPool
-from octavo.scheduler.features import edited_ids, parameter_block, row_flags
+from octavo.scheduler.features import edited_ids, numbers_fit, parameter_block, row_flags
 from octavo.scheduler.keys import KEY_BYTES, chain_keys
 from octavo.scheduler.policy import WaitingQueue, order_key
 from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Stats, Step
@@ -38,8 +38,8 @@ class SchedulerState:
     """Rows, blocks, queue, counters. Owner: one `Scheduler`; the planner works on it. Not thread-safe.
 
     history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
-    the host's copy of the device's block table. requests: live rows of each request. end_ids: how many
-    requests end at a token id. in_flight: plans that are not
+    the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how
+    many requests end at a token id, and whether any does. in_flight: plans that are not
     committed, oldest first. ended: ends that no token batch has reported yet. shift, mask: log2 of the block size,
     and block size - 1.
     """
@@ -59,7 +59,8 @@ class SchedulerState:
         self.columns = np.arange(limits.max_blocks_per_seq, dtype=np.int32)
         self.requests: dict[int, list[int]] = {}
         self.device_rows = deque(range(1, limits.max_num_seqs + 1))
-        self.end_ids = np.zeros(limits.vocab_size, np.int32)
+        self.ends_at: dict[int, int] = {}
+        self.is_end = np.zeros(limits.vocab_size, np.bool_)
         self.in_flight: deque[Step] = deque()
         self.ended: list[Ended] = []
         self.arrivals = 0
@@ -102,6 +103,9 @@ class SchedulerState:
         ends = (*request.eos, *request.stop_ids)
         if (
             not 1 <= request.n <= MAX_N
+            or not 0 <= request.id < 1 << 63
+            or len(request.prompt) != 4 * len(prompt)
+            or not numbers_fit(request, limits.vocab_size)
             or abs(request.priority) > MAX_PRIORITY
             or keys != len(prompt) // limits.block_size * KEY_BYTES * (keys > 0 or limits.prefix_cache)
             or not all(0 <= token < limits.vocab_size for token in (*ends, *edited_ids(request)))
@@ -131,7 +135,9 @@ class SchedulerState:
             slots.tenant[row] = self.queue.number(request.tenant)
             rows.append(row)
         self.requests[request.id] = rows
-        self.end_ids[list(end_ids)] += 1
+        for token in end_ids:
+            self.ends_at[token] = self.ends_at.get(token, 0) + 1
+            self.is_end[token] = True
         if not request.beam:
             slots.sequence(rows[0]).dormant = [slots.sequence(row) for row in rows[1:]]
         self.enqueue(rows[0], fresh=True)
@@ -208,12 +214,14 @@ class SchedulerState:
     def end(self, row: int, reason: int) -> None:
         """The one way in which a sequence ends: report it, give its blocks back, and its row when it is idle."""
         slots = self.slots
-        invariant(slots.state[row] not in (EMPTY, DEAD), "a sequence ends once")
+        now = int(slots.state[row])
+        invariant(now not in (EMPTY, DEAD), "a sequence ends once")
         sequence = slots.sequence(row)
-        if row in self.queue:
-            self.queue.remove(row)
-        elif slots.state[row] == WAITING:
-            self._wake_not(sequence)
+        if now == WAITING:
+            if row in self.queue:
+                self.queue.remove(row)
+            else:
+                self._wake_not(sequence)
         if sequence.dormant:  # its prompt will not be computed: the next child takes its place
             heir, *rest = sequence.dormant
             heir.dormant, sequence.dormant = rest, []
@@ -245,7 +253,10 @@ class SchedulerState:
         if not rows:
             del self.requests[request_id]
             for token in slots.sequence(row).end_ids:
-                self.end_ids[token] -= 1
+                self.ends_at[token] -= 1
+                if not self.ends_at[token]:
+                    del self.ends_at[token]
+                    self.is_end[token] = False
         if slots.device_row[row]:
             self.device_rows.append(int(slots.device_row[row]))
         slots.give_back(row)
