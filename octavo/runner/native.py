@@ -226,7 +226,7 @@ def build_native(
     """Load a model into a native engine with `blocks` KV blocks (the padding block included).
 
     dtype: one of FORMATS; "float32" is exact. as_stored: block types stay packed as they lie in the file, whatever
-    `dtype` (but not for float32). kv: one of KV_TYPES, "" = float32 for float32, else bfloat16. threads: 0 = the cores
+    `dtype` (not for float32). kv: one of KV_TYPES, "" = float32 for float32, else bfloat16. threads: 0 = the cores
     this process may use. isa: one of `kernel_sets()`, "" = the best. Raises ConfigError, ModelError.
     """
     if reason := refusal(spec):

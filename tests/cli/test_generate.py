@@ -14,7 +14,10 @@ SMALL = ["--max-model-len", "256", "--num-gpu-blocks-override", "64", "--max-tok
 
 
 def test_arguments_and_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "What is the capital of France?", "--max-tokens", "16", "--dtype", "float32", *SMALL[:4]]) == 0
+    assert (
+        main(["generate", "What is the capital of France?", "--max-tokens", "16", "--dtype", "float32", *SMALL[:4]])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "The capital of France is Paris." in out
     for words in ("1 prompts together", "tokens/s", "KV blocks used", "waste", "prefix hits"):

@@ -25,7 +25,9 @@ class Bench:
 
     def __init__(self, **limits) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 16}
-        self.scheduler = Scheduler(Limits(**(options | {"blocks": 200, "vocab_size": 200, "prefix_cache": False} | limits)))
+        self.scheduler = Scheduler(
+            Limits(**(options | {"blocks": 200, "vocab_size": 200, "prefix_cache": False} | limits))
+        )
         self.now = 0
         self.sent: dict[int, int] = {}
         self.first: dict[int, int] = {}
