@@ -144,6 +144,8 @@ class EngineProcess:
         scheduler = self._engine.scheduler
         if isinstance(message, Submit):
             try:
+                if message.request.beam:  # nobody here would choose how its beams go on
+                    raise RequestError("Beam search runs in LLM only.", "Use LLM.beam_search.", "use_beam_search")
                 scheduler.submit(message.request)
             except RequestError as error:
                 self._channel.send(Refused(message.request.id, error.cause, error.fix, error.param))

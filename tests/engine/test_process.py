@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -12,7 +13,7 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.client import build_request
 from octavo.engine.fake import fake_engine
 from octavo.engine.process import FIRST_STEP, EngineProcess
-from octavo.engine.wire import Beat, Submit
+from octavo.engine.wire import Beat, Refused, Submit, Tokens, unpack
 from octavo.types import SamplingParams
 
 CONFIG = EngineConfig(ModelConfig(load_format="fake"), scheduler=SchedulerConfig(max_num_batched_tokens=512))
@@ -82,3 +83,34 @@ def test_a_client_is_patient_while_there_is_work(monkeypatch: pytest.MonkeyPatch
     assert not llm.overdue(5.0)
     clock.now += 0.01
     assert llm.overdue(5.0)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": b""}, {"prompt": b"abc"}, {"prompt": b"\5\0\0\0\5"}, {"id": 1 << 63}, {"id": -1}, {"n": 0},
+        {"n": 65},
+        {"temperature": NAN}, {"temperature": INF}, {"temperature": -1.0}, {"temperature": 1e39}, {"top_p": 0.0},
+        {"top_p": NAN}, {"top_p": 1.5}, {"min_p": NAN}, {"min_p": -0.1}, {"top_k": -1}, {"seed": -1},
+        {"seed": 1 << 64},
+        {"logprobs": 1 << 20}, {"logprobs": -2}, {"prompt_logprobs": 1 << 20}, {"repetition_penalty": 0.0},
+        {"repetition_penalty": NAN}, {"presence_penalty": 3.0}, {"frequency_penalty": -INF}, {"min_tokens": -1},
+        {"bias": ((1,), (NAN,))}, {"bias": ((1,), ())}, {"bad": ((),)}, {"allowed": (-1,)}, {"stop_ids": (1 << 40,)},
+        {"beam": True, "n": 2, "logprobs": 4}, {"keys": b"x"}, {"limit": 1}, {"priority": 1 << 40},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_request_is_refused_and_the_engine_goes_on(wrong: dict[str, Any]) -> None:
+    """Whatever a client sends in a well-formed message."""
+    engine = fake_engine(CONFIG, ())
+    good = build_request(2, [5] * 20, SamplingParams(max_tokens=2), engine.limits)
+    bad = msgspec.structs.replace(good, **{"id": 1} | wrong)
+    script = Script([Submit(bad), Submit(good)], [], [], [])
+    EngineProcess(engine, script).run()  # type: ignore[arg-type]
+    (refusal,) = (message for message in script.sent if isinstance(message, Refused))
+    assert refusal.id == bad.id and refusal.cause and refusal.fix
+    batches = [unpack(message) for message in script.sent if isinstance(message, Tokens)]
+    assert sum(len(batch.token) for batch in batches) == 2 and not engine.scheduler.has_work()
