@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant("a chain goes on from a foreign parent", BlockPool.publish, "index.get(parent[1]) != parent[0]", "False"),
     # Copy on write.
     Mutant("copy on write skipped", Planner._plan_decodes,
-           "special |= (slots.flags[rows] & SHARED_TAIL) != 0", "pass"),
+           "special |= (flags & SHARED_TAIL) > 0", "pass"),
     Mutant("the copy is not in the plan", Planner._unshare, "self.draft.copies += (int(block[0]), copy)",
            "self.stats.block_copies += 1"),
     Mutant("the copy is not in the table", Planner._unshare, "if slots.device_row[row]:", "if False:"),
