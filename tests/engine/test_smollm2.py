@@ -71,8 +71,8 @@ MODES = [
     {"cache": False},
     {"depth": 1},
     {"depth": 2},
-    {"blocks": 18, "block_size": 8, "max_len": 144, "budget": 64},
-    {"blocks": 18, "block_size": 8, "max_len": 144, "budget": 64, "depth": 2},
+    {"blocks": 14, "block_size": 8, "max_len": 112, "budget": 64},
+    {"blocks": 14, "block_size": 8, "max_len": 112, "budget": 64, "depth": 2},
     {"aborts": True},
 ]
 
