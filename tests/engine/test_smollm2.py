@@ -71,8 +71,8 @@ MODES = [
     {"cache": False},
     {"depth": 1},
     {"depth": 2},
-    {"blocks": 14, "block_size": 8, "max_len": 112, "budget": 64},
-    {"blocks": 14, "block_size": 8, "max_len": 112, "budget": 64, "depth": 2},
+    {"blocks": 13, "block_size": 8, "max_len": 104, "budget": 64},
+    {"blocks": 13, "block_size": 8, "max_len": 104, "budget": 64, "depth": 2},
     {"aborts": True},
 ]
 
