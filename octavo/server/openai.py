@@ -108,13 +108,16 @@ class Generation:
         """`POST /generate`: the demo server of old guides. The texts start with the prompt."""
         self._service.gate.check()
         body = await read_json(request, CompletionBody)
+        self._service.check_model(body.model)
+        protocol.check_demo(body)
         if not isinstance(body.prompt, str):
             raise Problem(400, "prompt is not a text. Give one.", param="prompt")
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = protocol.sampling_params(body, most, None)
         job = self._open(request, "generate", body, params, 1)
         try:
-            await self._submit(request, job, body, [await self._prompt(body.prompt, True)])
+            special = body.add_special_tokens is not False
+            await self._submit(request, job, body, [await self._prompt(body.prompt, special)])
         except BaseException:
             job.close()
             raise
@@ -172,8 +175,18 @@ class Generation:
         if not body.stream:
             return await whole(job, shape, model, extra)
         interval = body.stream_interval or body.chunk_size or self._service.config.stream_interval
-        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return EventStream(job, Writer(job, shape, model, interval, usage, silent and not body.return_token_ids))
+        options, ids = body.stream_options or protocol.StreamOptions(), bool(body.return_token_ids)
+        writer = Writer(
+            job,
+            shape,
+            model,
+            interval,
+            bool(options.include_usage),
+            silent and not ids,
+            running_usage=bool(options.continuous_usage_stats),
+            prompts=ids,
+        )
+        return EventStream(job, writer)
 
 
 def check_salt(salt: str | None) -> None:

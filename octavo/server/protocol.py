@@ -151,6 +151,10 @@ UNBUILT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": (),
 }
+_NOT_IN_DEMO = (
+    "logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options",
+    "stream_interval", "chunk_size",
+)  # fmt: skip
 _COPIED = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -203,6 +207,18 @@ def check_stream(body: Sampling) -> None:
         value = getattr(body, name)
         if value is not None and not 1 <= value <= 1 << 20:
             raise Problem(400, f"{name} is {value}. Give the number of tokens of one event, at least 1.", param=name)
+
+
+def check_demo(body: CompletionBody) -> None:
+    """Raise Problem for what the answers of `/generate`, which are texts with their prompts, have no place for."""
+    for name in _NOT_IN_DEMO:
+        value = getattr(body, name)
+        if value is not None and value is not False:  # 0 log-probabilities are asked for, too
+            raise Problem(400, f"{name} is not for this route. Use /v1/completions.", param=name)
+    if body.echo is False:
+        raise Problem(
+            400, "This route always sends the prompt. Leave echo out, or use /v1/completions.", param="echo"
+        )
 
 
 def timeout_of(body: Sampling, default: float) -> float:

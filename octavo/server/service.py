@@ -97,6 +97,8 @@ class Service:
         extra = dict(body.chat_template_kwargs or {})
         if body.documents is not None:
             extra["documents"] = body.documents
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            extra.setdefault("reasoning_effort", body.reasoning_effort)
         generation = body.add_generation_prompt
         if generation is None:
             generation = not body.continue_final_message

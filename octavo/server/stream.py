@@ -33,16 +33,32 @@ DONE = b"data: [DONE]\n\n"
 class Writer:
     """Makes the events of a job. `interval`: tokens of one event; the first and the last never wait."""
 
-    def __init__(self, job: Job, shape: Shape, model: str, interval: int, usage: bool, silent: bool) -> None:
-        """`silent`: tokens without text are not worth an event."""
+    def __init__(
+        self,
+        job: Job,
+        shape: Shape,
+        model: str,
+        interval: int,
+        usage: bool,
+        silent: bool,
+        *,
+        running_usage: bool = False,
+        prompts: bool = False,
+    ) -> None:
+        """`silent`: tokens without text are not worth an event.
+
+        running_usage: every event has the usage so far. prompts: the first event of a choice has the prompt's ids.
+        """
         self._job = job
         self._shape = shape
         self._interval = interval
         self._usage = usage
         self._silent = silent
+        self._running_usage = running_usage
+        self._prompts = prompts
         head = {"id": shape.prefix + job.id, "object": shape.chunk_kind, "created": job.created, "model": model}
         self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-        self._open = [_Cursor(index, choice) for index, _, choice in job.choices]
+        self._open = [_Cursor(i, choice, stream.text.output.prompt_token_ids) for i, stream, choice in job.choices]
 
     def fresh(self) -> bytes:
         """Events for all that is new; may be empty."""
@@ -57,16 +73,26 @@ class Writer:
             if self._silent and not text and not last:
                 continue
             events.append(
-                b"%b%b]}\n\n"
+                b"%b%b]%b}\n\n"
                 % (
                     self._head,
                     self._shape.event(cursor.index, choice, text, slice(tokens, count), not cursor.begun, last),
+                    self._rest(cursor),
                 )
             )
             cursor.chars, cursor.tokens, cursor.begun = len(choice.text), count, True
             if last:
                 self._open.remove(cursor)
         return b"".join(events)
+
+    def _rest(self, cursor: _Cursor) -> bytes:
+        """Fields of an event beside its choice."""
+        rest = b""
+        if self._prompts and not cursor.begun:
+            rest += b',"prompt_token_ids":' + msgspec.json.encode(cursor.prompt)
+        if self._running_usage:
+            rest += b',"usage":' + msgspec.json.encode(self._job.usage())
+        return rest
 
     def end(self) -> bytes:
         """The last events of a job that went well."""
@@ -78,11 +104,12 @@ class Writer:
 class _Cursor:
     """How much of a choice was sent."""
 
-    __slots__ = ("begun", "chars", "choice", "index", "tokens")
+    __slots__ = ("begun", "chars", "choice", "index", "prompt", "tokens")
 
-    def __init__(self, index: int, choice: CompletionOutput) -> None:
+    def __init__(self, index: int, choice: CompletionOutput, prompt: list[int]) -> None:
         self.index = index
         self.choice = choice
+        self.prompt = prompt
         self.chars = 0
         self.tokens = 0
         self.begun = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,66 @@ def test_paces_are_counted_for_each_sequence(tokenizer: Tokenizer, monkeypatch: 
     assert stream.paces == [1.0] * 4 and stream.finished
     assert (sum(metrics.tpot.counts), metrics.tpot.sum) == (4, 4.0)
     assert (sum(metrics.itl.counts), metrics.itl.sum) == (26, 26.0)
+
+
+def events(data: bytes) -> list[Any]:
+    return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_streams_have_usage_and_prompt_ids_when_asked(tokenizer: Tokenizer, chat: bool) -> None:
+    service = make(tokenizer)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": [[5, 6], [7]]}
+    body |= {"stream": True, "n": 2, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    made = events(asyncio.run(ask(service, path, body))[1])
+    prompts = [list(request["ids"]) for request in service.llm.submitted]  # type: ignore[attr-defined]
+    assert len(made) == 2 * len(prompts)
+    for event in made:
+        (choice,) = event["choices"]
+        assert event["prompt_token_ids"] == prompts[choice["index"] // 2] and choice["token_ids"] == [9, 8, 7]
+        assert event["usage"]["completion_tokens"] == 3 * len(made)
+    assert all("usage" not in e for e in events(asyncio.run(ask(service, path, body | {"stream_options": None}))[1]))
+
+
+def test_reasoning_effort_reaches_the_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.write_text("{{ reasoning_effort }}")
+    service = make(tokenizer, chat_template=str(template))
+    body = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "high"}
+    for fields in ({}, {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}):
+        assert asyncio.run(ask(service, "/v1/chat/completions", body | fields))[0] == 200
+    asked = [tokenizer.decode(request["ids"]) for request in service.llm.submitted]  # type: ignore[attr-defined]
+    assert asked == ["high", "high"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 2), ("logprobs", 0), ("prompt_logprobs", 1), ("return_token_ids", True), ("echo", False),
+        ("return_tokens_as_token_ids", True), ("stream_options", {"include_usage": True}), ("chunk_size", 2),
+        ("stream_interval", 2), ("model", "other"),
+    ],
+)  # fmt: skip
+def test_the_demo_route_refuses_what_it_cannot_show(tokenizer: Tokenizer, name: str, value: Any) -> None:
+    service = make(tokenizer)
+    status, data = asyncio.run(ask(service, "/generate", {"prompt": "a", name: value}))
+    assert status == (404 if name == "model" else 400) and name in json.loads(data)["error"]["message"]
+    neutral = {"echo": True, "return_token_ids": False, "logprobs": None, "model": "stub"}
+    assert asyncio.run(ask(service, "/generate", {"prompt": "a"} | neutral))[0] == 200
+
+
+def test_an_answer_that_goes_round_in_circles_ends_with_its_own_reason(tokenizer: Tokenizer) -> None:
+    service = make(tokenizer)
+    llm: Any = service.llm
+    llm.answer = [9, 8, 7, 300, 301, 300, 301, 300, 301, 5, 5]
+    guard = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+    body = {"prompt": "a", "max_tokens": 99, "repetition_detection": guard, "return_token_ids": True}
+    status, data = asyncio.run(ask(service, "/v1/completions", body))
+    (choice,) = json.loads(data)["choices"]
+    assert (status, choice["finish_reason"]) == (200, "repetition") and choice["token_ids"] == llm.answer[:9]
+    (event,) = events(asyncio.run(ask(service, "/v1/completions", body | {"stream": True}))[1])
+    assert event["choices"][0]["finish_reason"] == "repetition"
+    for wrong in ({"min_count": 1}, {"max_pattern_size": 0}, {"min_pattern_size": 17}, {"min_count": "x"}, 5, [1]):
+        status, data = asyncio.run(ask(service, "/v1/completions", body | {"repetition_detection": wrong}))
+        assert status == 400, wrong
