@@ -35,6 +35,8 @@ _PLACES = dict.fromkeys(__all__, "octavo.types") | {
 
 
 def __getattr__(name: str) -> object:
+    if name == "_C":  # of an old guide; an AttributeError would hide the text from `from octavo import _C`
+        raise ImportError("octavo has no _C: `octavo doctor` shows the device, its capability and its kernels.")
     if name not in _PLACES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from importlib import import_module

@@ -125,7 +125,12 @@ NOTICES = {
     "disable_log_stats": "Figures are on the metrics page; the option is ignored.",
     "disable_log_requests": "Requests are not logged; the option is ignored.",
     "trust_remote_code": "Octavo never runs code of a model; the option is ignored.",
+    "tokenizer_mode": "There is one kind of tokenizer, the fast one; the option is ignored.",
+    "max_seq_len_to_capture": "Graphs are captured for numbers of sequences, not for lengths; the option is ignored.",
+    "num_scheduler_steps": "Every step is scheduled while the one before it runs; the option is ignored.",
 }
+
+NOTICES_WITH_VALUE = ("chunk_size", "tokenizer_mode", "max_seq_len_to_capture", "num_scheduler_steps")  # not flags
 
 
 def engine_config(**options: Any) -> tuple[EngineConfig, list[str]]:

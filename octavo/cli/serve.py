@@ -11,7 +11,7 @@ import logging
 from dataclasses import fields
 
 from octavo.cli.options import add_engine_flags, add_flags, engine_options
-from octavo.config import NOTICES, ServerConfig, engine_config
+from octavo.config import NOTICES, NOTICES_WITH_VALUE, ServerConfig, engine_config
 from octavo.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -26,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = {action.dest for action in parser._actions}
     for name in NOTICES:
         if name not in known:
+            action = "store" if name in NOTICES_WITH_VALUE else argparse.BooleanOptionalAction
             flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=argparse.SUPPRESS)
+            parser.add_argument(flag, action=action, default=None, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

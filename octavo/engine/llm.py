@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
@@ -75,6 +76,10 @@ class LLM:
 
         return LLMEngine(self)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError when there is none."""
+        return self._text("texts")
+
     @property
     def stats(self) -> Stats:
         """Counters since the start."""
@@ -87,15 +92,17 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str = "",
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts, many at a time; results in the order of the prompts.
 
         A prompt is a text, a list of token ids, or {"prompt": text} / {"prompt_token_ids": ids}. One set of
-        parameters serves all prompts, or one each. Every prompt is checked before anything runs: RequestError names
+        parameters serves all prompts, or one each; so does `priority`, which stands over that of the parameters.
+        Every prompt is checked before anything runs: RequestError names
         the first that cannot be served.
         """
         batch = _as_prompts(prompts)
-        params = _params_for(sampling_params, len(batch))
+        params = _params_for(sampling_params, len(batch), priority)
         added = []
         try:
             for i, (prompt, param) in enumerate(zip(batch, params, strict=True)):
@@ -341,11 +348,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"There are {count} prompts and {len(params)} sampling_params.", "Give one each.")
-    return list(params)
+def _params_for(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, priority: Sequence[int] | None
+) -> list[SamplingParams]:
+    each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+    for name, given in (("sampling_params", each), ("priority", each if priority is None else priority)):
+        if len(given) != count:
+            raise RequestError(f"There are {count} prompts and {len(given)} {name}.", "Give one each.")
+    if priority is None:
+        return list(each)
+    return [replace(param, priority=value) for param, value in zip(each, priority, strict=True)]
