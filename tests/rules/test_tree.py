@@ -36,7 +36,7 @@ def project_files(folder: Path = ROOT) -> Iterator[Path]:
             hidden = path.name.startswith(".") and path.name not in {".ci", ".github"}
             if not hidden and path.name not in NOT_OURS and not (path / "pyvenv.cfg").exists():
                 yield from project_files(path)
-        elif path.suffix in TEXT_SUFFIXES:
+        elif path.suffix in TEXT_SUFFIXES and path.name != ".git":  # a file in a linked worktree
             yield path
 
 
