@@ -18,6 +18,7 @@ from octavo.bench.workloads import BenchRequest
 from octavo.config import engine_config
 from octavo.engine.build import open_model, run_dtype
 from octavo.errors import ConfigError
+from octavo.kernels.quant import Weight, dense
 from octavo.model.spec import ModelSpec, weight_needs
 from octavo.runner.build import load_params, torch_dtype
 
@@ -33,8 +34,8 @@ def load_transformers(model: str | None, dtype: str, load_format: str) -> Any:
     return as_transformers(opened.spec, params, kind)
 
 
-def as_transformers(spec: ModelSpec, params: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """A `transformers` model with the given tensors (internal names). Raises ConfigError when it is not installed."""
+def as_transformers(spec: ModelSpec, params: dict[str, Weight], dtype: torch.dtype) -> Any:
+    """A `transformers` model with the given weights (internal names), widened. ConfigError: it is not installed."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -47,7 +48,7 @@ def as_transformers(spec: ModelSpec, params: dict[str, Tensor], dtype: torch.dty
     ).eval()
     state: dict[str, Tensor] = {}
     for need in weight_needs(spec, "hf"):
-        rows = torch.split(params[need.name], [source.shape[0] for source in need.sources])
+        rows = torch.split(dense(params[need.name], dtype), [source.shape[0] for source in need.sources])
         state |= {source.name: part for source, part in zip(need.sources, rows, strict=True)}
     missing, unexpected = model.load_state_dict(state, strict=False)
     if set(missing) - ({"lm_head.weight"} if spec.tied_head else set()) or unexpected:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from octavo.kernels import quant
+from octavo.kernels.quant import QuantWeight
 from octavo.kernels.reference import rms_norm, silu_and_mul
 
 LinearFn = Callable[[Tensor], Tensor]
@@ -52,23 +54,28 @@ def _after(norm: Norm | None, apply: LinearFn) -> LinearFn:
     return apply if norm is None else lambda x_TI: apply(rms_norm(x_TI, *norm))
 
 
-def linear(weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
-    """y = norm(x) W^T + b, with the weight packed when that is supported."""
+def linear(weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+    """y = norm(x) W^T + b, with the weight packed when that is supported; a quantised one is widened each time."""
+    if isinstance(weight_OI, QuantWeight):
+        return _after(norm, lambda x_TI: quant.linear(x_TI, weight_OI, bias_O))
     if can_pack(weight_OI):
         return _after(norm, _packed(weight_OI, bias_O, "none"))
     return _after(norm, lambda x_TI: torch.nn.functional.linear(x_TI, weight_OI, bias_O))
 
 
-def linear_add(weight_OI: Tensor, bias_O: Tensor | None) -> AddFn:
+def linear_add(weight_OI: Tensor | QuantWeight, bias_O: Tensor | None) -> AddFn:
     """x W^T + b + residual."""
     apply = linear(weight_OI, bias_O)
     return lambda x_TI, residual_TO: apply(x_TI) + residual_TO
 
 
-def gated_linear(weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+def gated_linear(
+    weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
+) -> LinearFn:
     """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
-    if not can_pack(weight_OI):
-        return _after(norm, lambda x_TI: silu_and_mul(torch.nn.functional.linear(x_TI, weight_OI, bias_O)))
+    if isinstance(weight_OI, QuantWeight) or not can_pack(weight_OI):
+        both = linear(weight_OI, bias_O)
+        return _after(norm, lambda x_TI: silu_and_mul(both(x_TI)))
     size = weight_OI.shape[0] // 2
     gate = _packed(weight_OI[:size], None if bias_O is None else bias_O[:size], "swish")
     up = _packed(weight_OI[size:], None if bias_O is None else bias_O[size:], "none")

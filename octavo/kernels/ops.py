@@ -14,19 +14,20 @@ from torch import Tensor
 
 from octavo.kernels import cpu, reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
+from octavo.kernels.quant import QuantWeight
 
 
 @dataclass(frozen=True)
 class Ops:
     """The kernels of one device; each field has the contract of the function of that name in `reference`,
-    the products those of `octavo.kernels.cpu`."""
+    the products those of `octavo.kernels.cpu`. Products take plain and quantised weights."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    linear: Callable[[Tensor, Tensor | None, Norm | None], LinearFn]
-    gated_linear: Callable[[Tensor, Tensor | None, Norm | None], LinearFn]
-    linear_add: Callable[[Tensor, Tensor | None], AddFn]
+    linear: Callable[[Tensor | QuantWeight, Tensor | None, Norm | None], LinearFn]
+    gated_linear: Callable[[Tensor | QuantWeight, Tensor | None, Norm | None], LinearFn]
+    linear_add: Callable[[Tensor | QuantWeight, Tensor | None], AddFn]
 
 
 _TORCH = Ops("torch", reference.rms_norm, cpu.rotate, cpu.linear, cpu.gated_linear, cpu.linear_add)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.errors import ModelError
 from octavo.kernels.ops import Ops, ops_for
+from octavo.kernels.quant import Weight
 from octavo.kernels.reference import accumulate_dtype
 
 
@@ -21,11 +22,11 @@ class Weights:
     stay in memory twice. `leftover()` after the model is built must be empty.
     """
 
-    def __init__(self, params: dict[str, Tensor]) -> None:
-        if not params:
+    def __init__(self, params: dict[str, Weight]) -> None:
+        first = next((value for value in params.values() if isinstance(value, Tensor)), None)
+        if first is None:
             raise ModelError("A model cannot be built from no tensors at all.")
         self._params = params
-        first = next(iter(params.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
         self.ops: Ops = ops_for(first.device)
@@ -35,11 +36,9 @@ class Weights:
 
         `wide`: it may also be of the dtype that sums over the model's own run in.
         """
-        tensor = self._params.pop(name, None)
-        if tensor is None:
-            raise ModelError(f"The model needs the tensor {name!r}, which was not loaded.")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"The tensor {name!r} has shape {tuple(tensor.shape)}; the model needs {shape}.")
+        tensor = self.take_weight(name, *shape)
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"The tensor {name!r} is quantised, which is not supported where the model uses it.")
         dtypes = (self.dtype, accumulate_dtype(self.dtype)) if wide else (self.dtype,)
         if tensor.dtype not in dtypes or tensor.device != self.device:
             raise ModelError(
@@ -47,6 +46,15 @@ class Weights:
                 f"the others are {self.dtype} on {self.device}."
             )
         return tensor
+
+    def take_weight(self, name: str, *shape: int) -> Weight:
+        """As `take`, for a matrix that only products use: it may be quantised. Only the shape is checked."""
+        weight = self._params.pop(name, None)
+        if weight is None:
+            raise ModelError(f"The model needs the tensor {name!r}, which was not loaded.")
+        if tuple(weight.shape) != shape:
+            raise ModelError(f"The tensor {name!r} has shape {tuple(weight.shape)}; the model needs {shape}.")
+        return weight
 
     def leftover(self) -> list[str]:
         """Names that no layer has taken."""

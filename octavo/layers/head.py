@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ops import Ops
+from octavo.kernels.quant import Weight
 from octavo.kernels.reference import accumulate_dtype
+from octavo.layers.linear import product
 
 
 class Head:
     """logits = hidden W^T, scaled and soft-capped. The weight may be the embedding table (tied)."""
 
-    def __init__(self, ops: Ops, weight_VI: Tensor, scale: float, softcap: float) -> None:
-        self.product = ops.linear(weight_VI, None, None)
+    def __init__(self, ops: Ops, weight_VI: Weight, scale: float, softcap: float) -> None:
+        self.product = product(ops, weight_VI, None)
         self._scale = scale
         self._softcap = softcap
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, StepBatch
 from octavo.attention.choose import choose_backend
 from octavo.errors import ModelError
+from octavo.kernels.quant import Weight
 from octavo.layers.attention import Attention, HeadNorm, Mix
 from octavo.layers.base import Weights
 from octavo.layers.embedding import Embedding
@@ -87,13 +88,13 @@ class _Layer:
 class Decoder:
     """A decoder-only transformer on one device.
 
-    `params` holds every tensor of `weight_needs(spec, ...)` under its internal name, all in one dtype on one
-    device (wide norms in float32 at least); it is emptied. Raises `ModelError` for a missing, misshapen or unused
-    tensor. `backend` names the attention backend; None takes the default of the device. Layers with the same
-    attention window share one: `backends` by window, `backend` that of the first layer.
+    `params` holds every tensor of `weight_needs(spec, ...)` under its internal name, all in one dtype on one device
+    (wide norms in float32 at least), matrices of products possibly quantised; it is emptied. Raises `ModelError` for
+    a missing, misshapen or unused tensor. `backend` names the attention backend; None takes the default of the
+    device. Layers with the same attention window share one: `backends` by window, `backend` that of the first layer.
     """
 
-    def __init__(self, spec: ModelSpec, params: dict[str, Tensor], backend: str | None = None) -> None:
+    def __init__(self, spec: ModelSpec, params: dict[str, Weight], backend: str | None = None) -> None:
         weights = Weights(params)
         self.spec = spec
         self.dtype, self.device = weights.dtype, weights.device
@@ -111,7 +112,9 @@ class Decoder:
         self._embed = Embedding(weights, "embed", spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self._layers = [_Layer(weights, index, spec, layer) for index, layer in enumerate(spec.layers)]
         self._norm = RmsNorm(weights, "norm", spec.hidden_size, spec.norm_eps)
-        head_VI = self._embed.weight_VI if spec.tied_head else weights.take("head", spec.vocab_size, spec.hidden_size)
+        head_VI: Weight = self._embed.weight_VI
+        if not spec.tied_head:
+            head_VI = weights.take_weight("head", spec.vocab_size, spec.hidden_size)
         self._head = Head(weights.ops, head_VI, spec.logit_scale, spec.logit_softcap)
         if weights.leftover():
             raise ModelError(f"The model has no use for the tensors {', '.join(weights.leftover()[:10])}.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
 from octavo.weights.checkpoint import Array, Checkpoint, to_float32
@@ -55,9 +56,9 @@ def to_tensor(array: Array, tag: str, dtype: torch.dtype, device: torch.device) 
 
 def load_params(
     needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+) -> dict[str, Weight]:
     """Every tensor of the model under its internal name. Raises ModelError before anything is read."""
-    params: dict[str, Tensor] = {}
+    params: dict[str, Weight] = {}
     for need, item in zip(needs, load(needs, checkpoint), strict=True):
         kept = torch.promote_types(dtype, torch.float32) if need.wide else dtype
         params[item.name] = to_tensor(item.array, item.dtype, kept, device)

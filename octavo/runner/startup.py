@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octavo.config import GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve
 from octavo.errors import ConfigError
+from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
 from octavo.runner.build import torch_dtype
@@ -91,11 +92,12 @@ class _Uploader:
 
 def load_params(
     needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+) -> dict[str, Weight]:
     """Every tensor of the model on the device under its internal name; dummy weights are made there."""
     if isinstance(checkpoint, DummyCheckpoint):
         return dummy_params(needs, dtype, device)
-    uploader, params = _Uploader(device), {}
+    uploader = _Uploader(device)
+    params: dict[str, Weight] = {}
     for item in load(needs, checkpoint):
         stored = _PLAIN.get(item.dtype, torch.float32)
         array = item.array if item.dtype in _PLAIN else to_float32(item.array, item.dtype)
@@ -103,10 +105,10 @@ def load_params(
     return params
 
 
-def dummy_params(needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def dummy_params(needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
     """Filler as `DummyCheckpoint` describes it, made on the device: other values, the same distribution."""
     generator = torch.Generator(device).manual_seed(0)
-    params = {}
+    params: dict[str, Weight] = {}
     for need in needs:
         tensor = torch.empty(need.shape, dtype=dtype, device=device)
         if len(need.shape) == 1 and ("norm" in need.name or "rope" in need.name):

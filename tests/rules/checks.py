@@ -43,7 +43,7 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     # The client side of an engine process, with the text; the process itself has none.
     "engine.async_llm": ("scheduler.records", "metrics", "text", "weights"),
     "server": ("engine.client", "engine.async_llm", "text", "metrics"),
-    "bench": ("engine", "scheduler", "runner", "model"),
+    "bench": ("engine", "scheduler", "runner", "model", "kernels.quant"),
     "entrypoints": ("cli", "server"),
     "cli": None,
     "__main__": ("cli",),

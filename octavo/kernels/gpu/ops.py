@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as product
 
-from octavo.kernels import reference
+from octavo.kernels import cpu, reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
 from octavo.kernels.gpu.linear import MOST_TOKENS, MOST_WEIGHTS, Scratch, stream_linear
+from octavo.kernels.quant import QuantWeight
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
@@ -33,14 +34,22 @@ class CudaOps:
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+    def linear(
+        self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
+    ) -> LinearFn:
         """y = norm(x) W^T + b."""
+        if isinstance(weight_OI, QuantWeight):
+            return cpu.linear(weight_OI, bias_O, norm)
         if norm is None:
             return lambda x_TI: product(x_TI, weight_OI, bias_O)
         return lambda x_TI: product(rms_norm(x_TI, *norm), weight_OI, bias_O)
 
-    def gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
+    def gated_linear(
+        self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
+    ) -> LinearFn:
         """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
+        if isinstance(weight_OI, QuantWeight):
+            return cpu.gated_linear(weight_OI, bias_O, norm)
 
         def apply(x_TI: Tensor) -> Tensor:
             x_TI = x_TI if norm is None else rms_norm(x_TI, *norm)
@@ -50,8 +59,10 @@ class CudaOps:
 
         return apply
 
-    def linear_add(self, weight_OI: Tensor, bias_O: Tensor | None) -> AddFn:
+    def linear_add(self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None) -> AddFn:
         """residual + x W^T + b, written over the residual."""
+        if isinstance(weight_OI, QuantWeight):
+            return cpu.linear_add(weight_OI, bias_O)
         self._scratch.reserve(weight_OI.shape[0])
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
