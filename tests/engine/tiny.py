@@ -20,8 +20,8 @@ VOCAB = 128
 EOS = 2
 
 
-def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
-    spec = ModelSpec(
+def tiny_spec() -> ModelSpec:
+    return ModelSpec(
         architecture="llama",
         vocab_size=VOCAB,
         hidden_size=64,
@@ -36,6 +36,10 @@ def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
         dtype="float64",
         eos_ids=(EOS,),
     )
+
+
+def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
+    spec = tiny_spec()
     needs = weight_needs(spec, "hf")
     return build_decoder(spec, needs, DummyCheckpoint(needs, "F64", seed), dtype, torch.device("cpu"))
 
