@@ -59,6 +59,9 @@ class KVPool:
     One allocation `data` of shape [L, 2, N, K, S, D]; `keys[layer]` and `values[layer]` are its views
     [N, K, S, D]. Head-major blocks: the S x D tile of one head is contiguous, so a gather of (block, head)
     rows is directly the operand of a batched matrix product, and a GPU kernel reads whole lines.
+
+    With `scales_L2K` (float32, on the device; for keys and values of each layer and head) the pool is float8_e4m3fn,
+    whatever `dtype`: it holds x / scale, clamped to +-448, and stands for that times the scale.
     """
 
     def __init__(
@@ -70,7 +73,10 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        scales_L2K: Tensor | None = None,
     ) -> None:
+        self.scales_L2K = scales_L2K
+        dtype = dtype if scales_L2K is None else torch.float8_e4m3fn
         self.block_size = block_size
         self.num_blocks = num_blocks
         shape = (layers, 2, num_blocks, kv_heads, block_size, head_dim)
@@ -90,7 +96,13 @@ class KVPool:
 
     def copy_blocks(self, sources_C: Tensor, destinations_C: Tensor) -> None:
         """Copy whole blocks (all layers) inside the pool. No destination may also be a source."""
-        self.data[:, :, destinations_C] = self.data[:, :, sources_C]
+        data = self.bits
+        data[:, :, destinations_C] = data[:, :, sources_C]
+
+    @property
+    def bits(self) -> Tensor:
+        """`data` in a type that torch can index on every device: bytes for an FP8 pool."""
+        return self.data if self.scales_L2K is None else self.data.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,8 @@ class Capabilities:
     window: bool
     needs_host_lengths: bool
     graph_safe: bool
+    fp8_kv: bool = False
+    """it also reads and writes pools with `KVPool.scales_L2K`"""
 
 
 Plan = Any

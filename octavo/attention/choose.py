@@ -24,9 +24,9 @@ def _class(name: str) -> type[AttentionBackend]:
 
 
 def choose_backend(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device, name: str | None = None
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, name: str | None = None, fp8_kv: bool = False
 ) -> AttentionBackend:
-    """The named backend, or the first that can serve this model on this device.
+    """The named backend, or the first that can serve this model on this device; `fp8_kv`: with a KV pool in FP8.
 
     `ConfigError` if the name is unknown or the named backend lacks what the model needs.
     """
@@ -35,7 +35,7 @@ def choose_backend(
     lacks = ""
     for known in NAMES:
         if name in (None, known):
-            lacks = _lacks(known, shape, dtype, device)
+            lacks = _lacks(known, shape, dtype, device, fp8_kv)
             if not lacks:
                 return _class(known)(shape, dtype)  # type: ignore[call-arg]
     raise ConfigError(
@@ -43,7 +43,7 @@ def choose_backend(
     )
 
 
-def _lacks(name: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
+def _lacks(name: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device, fp8_kv: bool) -> str:
     """What the backend cannot do for this model, in words; empty if it can serve it."""
     if name == "triton" and device.type != "cuda":
         return f"it runs on cuda, the model is on {device.type}"
@@ -54,6 +54,8 @@ def _lacks(name: str, shape: AttentionShape, dtype: torch.dtype, device: torch.d
         return f"it runs on {can.device}, the model is on {device.type}"
     if dtype not in can.dtypes:
         return f"it does not compute in {dtype}"
+    if fp8_kv and not can.fp8_kv:
+        return "it has no KV cache in FP8"
     if shape.softcap and not can.softcap:
         return f"it has no soft-cap ({shape.softcap:g} is needed)"
     if shape.window and not can.window:

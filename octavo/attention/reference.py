@@ -27,7 +27,14 @@ class ReferenceAttention:
     """See `octavo.attention.base.AttentionBackend`; `run_with_lse` also returns the log-sum-exp."""
 
     capabilities = Capabilities(
-        "reference", "any", _FLOATS, softcap=True, window=True, needs_host_lengths=False, graph_safe=False
+        "reference",
+        "any",
+        _FLOATS,
+        softcap=True,
+        window=True,
+        needs_host_lengths=False,
+        graph_safe=False,
+        fp8_kv=True,
     )
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
@@ -46,12 +53,19 @@ class ReferenceAttention:
     ) -> tuple[Tensor, Tensor]:
         """`run`, and lse_TH: natural log of the sum of exp(score) of each query and head."""
         shape = self._shape
-        reference.write_kv(pool.keys[layer], k_TKD, plan.batch.slots_T)
-        reference.write_kv(pool.values[layer], v_TKD, plan.batch.slots_T)
+        keys, values = pool.keys[layer], pool.values[layer]
+        if pool.scales_L2K is None:
+            reference.write_kv(keys, k_TKD, plan.batch.slots_T)
+            reference.write_kv(values, v_TKD, plan.batch.slots_T)
+        else:
+            k_scale_K, v_scale_K = pool.scales_L2K[layer]
+            reference.write_kv_fp8(keys, k_TKD, plan.batch.slots_T, k_scale_K)
+            reference.write_kv_fp8(values, v_TKD, plan.batch.slots_T, v_scale_K)
+            keys, values = reference.read_fp8(keys, k_scale_K), reference.read_fp8(values, v_scale_K)
         return reference.paged_attention(
             q_THD,
-            pool.keys[layer],
-            pool.values[layer],
+            keys,
+            values,
             plan.batch.tables_RM,
             plan.query_lens,
             plan.kv_lens,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionShape, Capabilities, HostLengths, KVPool, StepBatch
 from octavo.errors import EngineError
+from octavo.kernels.reference import to_fp8
 
 _TILE_QUERIES = 128
 """queries of a prefilling row per tile; rows with fewer than a quarter of it share groups"""
@@ -79,6 +80,7 @@ class TorchCpuAttention:
         window=True,
         needs_host_lengths=True,
         graph_safe=False,
+        fp8_kv=True,
     )
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
@@ -119,22 +121,34 @@ class TorchCpuAttention:
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: _Plan) -> Tensor:
         """Write k and v, attend; o_THD."""
-        keys_NKSD, values_NKSD = pool.keys[layer], pool.values[layer]
-        head_dim = self._shape.head_dim
-        keys_NKSD.view(-1, head_dim).index_copy_(0, plan.write_TK, k_TKD.reshape(-1, head_dim))
-        values_NKSD.view(-1, head_dim).index_copy_(0, plan.write_TK, v_TKD.reshape(-1, head_dim))
+        parts = pool.keys[layer], pool.values[layer]
+        scales_2K = None if pool.scales_L2K is None else pool.scales_L2K[layer]
+        for part_NKSD, values_TKD, i in zip(parts, (k_TKD, v_TKD), (0, 1), strict=True):
+            if scales_2K is not None:
+                values_TKD = to_fp8(values_TKD, scales_2K[i]).view(torch.uint8)
+                part_NKSD = part_NKSD.view(torch.uint8)
+            head_dim = part_NKSD.shape[3]
+            part_NKSD.view(-1, head_dim).index_copy_(0, plan.write_TK, values_TKD.reshape(-1, head_dim))
         if plan.order_T is not None:
             q_THD = q_THD.index_select(0, plan.order_T)
         outputs = []
         for group in plan.groups:
-            k, v = self._gather(0, keys_NKSD, group), self._gather(1, values_NKSD, group)
+            k, v = (
+                self._gather(i, part, group, None if scales_2K is None else scales_2K[i])
+                for i, part in enumerate(parts)
+            )
             outputs += [self._attend(q_THD, k, v, group.rows, tile) for tile in group.tiles]
         o_THD = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return o_THD if plan.inverse_T is None else o_THD.index_select(0, plan.inverse_T)
 
-    def _gather(self, part: int, pool_NKSD: Tensor, group: _Group) -> Tensor:
+    def _gather(self, part: int, pool_NKSD: Tensor, group: _Group, scale_K: Tensor | None) -> Tensor:
         """The (block, head) tiles of a group as dense [rows * K, M * S, D], valid until the next call."""
         tile = pool_NKSD.shape[2] * pool_NKSD.shape[3]
+        if scale_K is not None:
+            bits = pool_NKSD.view(torch.uint8).view(-1, tile).index_select(0, group.index)
+            heads = bits.view(torch.float8_e4m3fn).view(group.rows, len(scale_K), -1).to(torch.float32)
+            wide = (heads * scale_K[:, None]).to(self._dtype)
+            return wide.view(group.rows * len(scale_K), -1, pool_NKSD.shape[3])
         size = len(group.index) * tile
         if self._buffers[part].numel() < size:
             self._buffers[part] = torch.empty(size, dtype=self._dtype)

@@ -59,6 +59,22 @@ def write_kv(pool_NKSD: Tensor, values_TKD: Tensor, slots_T: Tensor) -> None:
     pool_NKSD[slots_T // block_size, :, slots_T % block_size] = values_TKD
 
 
+def to_fp8(values_TKD: Tensor, scale_K: Tensor) -> Tensor:
+    """values / scale of their head in float8_e4m3fn, clamped to its range of +-448."""
+    scaled = values_TKD.to(torch.float32) / scale_K[:, None]
+    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def write_kv_fp8(pool_NKSD: Tensor, values_TKD: Tensor, slots_T: Tensor, scale_K: Tensor) -> None:
+    """`write_kv` into an FP8 pool with one scale for each head."""
+    write_kv(pool_NKSD.view(torch.uint8), to_fp8(values_TKD, scale_K).view(torch.uint8), slots_T)
+
+
+def read_fp8(pool_NKSD: Tensor, scale_K: Tensor) -> Tensor:
+    """What an FP8 pool stands for, in float32."""
+    return pool_NKSD.to(torch.float32) * scale_K[:, None, None]
+
+
 def norm_rotate_write(
     q_THD: Tensor,
     k_TKD: Tensor,

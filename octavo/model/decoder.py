@@ -92,11 +92,17 @@ class Decoder:
     (wide norms in float32 at least), matrices of products possibly quantised; it is emptied. Raises `ModelError` for
     a missing, misshapen or unused tensor. `backend` names the attention backend; None takes the default of the
     device. Layers with the same attention window share one: `backends` by window, `backend` that of the first layer.
+
+    `fp8_kv`: the backends must be able to use KV pools in FP8. `kv_scales_L2K` (`KVPool.scales_L2K`) is then set by
+    who has them, and pools made before are in the model's dtype.
     """
 
-    def __init__(self, spec: ModelSpec, params: dict[str, Weight], backend: str | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, params: dict[str, Weight], backend: str | None = None, fp8_kv: bool = False
+    ) -> None:
         weights = Weights(params)
         self.spec = spec
+        self.kv_scales_L2K: Tensor | None = None
         self.dtype, self.device = weights.dtype, weights.device
         self._ops = weights.ops
         self._windows = [layer.window for layer in spec.layers]
@@ -105,7 +111,7 @@ class Decoder:
             shape = AttentionShape(
                 spec.heads, spec.kv_heads, spec.head_dim, spec.softmax_scale, spec.attention_softcap, window
             )
-            self.backends[window] = choose_backend(shape, self.dtype, self.device, backend)
+            self.backends[window] = choose_backend(shape, self.dtype, self.device, backend, fp8_kv)
         self.backend = self.backends[self._windows[0]]
         self._rope = self._make_rope(spec.rope, weights)
         self._window_rope = self._rope if spec.window_rope is None else self._make_rope(spec.window_rope, weights)
@@ -127,7 +133,7 @@ class Decoder:
         return Rope(frequencies_F.to(self.device), self.dtype, rope.magnitude)
 
     def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
-        """A zeroed KV pool for this model; block 0 is padding."""
+        """A zeroed KV pool for this model, in FP8 once `kv_scales_L2K` is set; block 0 is padding."""
         return KVPool(
             len(self.spec.layers),
             num_blocks,
@@ -136,6 +142,7 @@ class Decoder:
             self.spec.head_dim,
             self.dtype,
             self.device,
+            self.kv_scales_L2K,
         )
 
     def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:

@@ -42,7 +42,7 @@ class TorchRunner:
         self.block_size = block_size
         self.pool = decoder.make_pool(blocks, block_size)
         shape = (*self.pool.data.shape[:2], swap_blocks, *self.pool.data.shape[3:])
-        self.host = torch.zeros(shape, dtype=self.pool.data.dtype, pin_memory=decoder.device.type == "cuda")
+        self.host = torch.zeros(shape, dtype=self.pool.bits.dtype, pin_memory=decoder.device.type == "cuda")
         self.rows = DeviceRows(rows + 1, -(-max_len // block_size), decoder.device)
 
     @torch.inference_mode()
@@ -74,11 +74,16 @@ class TorchRunner:
         """
         rows = torch.from_numpy(device_rows.astype(np.int64)).to(self.rows.device)
         blocks = self.rows.tables_SM[rows].unique().to(torch.int64)
-        self.pool.data[:, :, blocks] = self.pool.data[:, :, blocks].nan_to_num(0.0, 0.0, 0.0)
+        data = self.pool.data
+        if self.pool.scales_L2K is None:
+            data[:, :, blocks] = data[:, :, blocks].nan_to_num(0.0, 0.0, 0.0)
+        else:
+            bits = self.pool.bits
+            bits[:, :, blocks] = bits[:, :, blocks].masked_fill_((bits[:, :, blocks] & 127) == 127, 0)
 
     def _move_blocks(self, view: PlanView) -> None:
         """Swap-out, copies, swap-in, in this order: a copy may overwrite what was just swapped out."""
-        data = self.pool.data
+        data = self.pool.bits
         if len(view.swap_out):
             pairs = torch.from_numpy(view.swap_out.astype(np.int64))
             self.host[:, :, pairs[:, 1]] = data[:, :, pairs[:, 0].to(data.device)].to(self.host.device)
