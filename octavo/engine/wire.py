@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -29,7 +31,8 @@ from octavo.types import EngineRequest
 
 MAX_FRAME = 32 << 20
 _LENGTH = struct.Struct("<I")
-_ENDED = 5  # columns of `Tokens.ended`
+_ENDED = len(fields(Ended))  # columns of `Tokens.ended`
+_row = attrgetter(*(f.name for f in fields(Ended)))
 
 
 class WireError(OctavoError):
@@ -96,7 +99,7 @@ class Refused(Message, tag="refused", frozen=True):
 class Tokens(Message, tag="tokens", frozen=True):
     """A `TokenBatch` as columns; see `pack` and `unpack`.
 
-    request: int64. child, token: int32. ended: int64 rows of request, child, reason, cached tokens, preemptions.
+    request: int64. child, token: int32. ended: int64 rows of the fields of `Ended`.
     places: int32 positions that have log-probabilities. prompts: int64 rows of request, first position, number of
     prompt tokens reported on. chosen, values: float64; ranks, counts, ids: int32: one `chosen`, one rank and `counts`
     of `ids` and `values` for each place, then for each prompt token.
@@ -174,9 +177,7 @@ class Frames:
 
 def pack(batch: TokenBatch) -> Tokens:
     """A token batch for the wire."""
-    ended = np.array(
-        [(e.request_id, e.child, e.reason, e.cached_tokens, e.preemptions) for e in batch.ended], np.int64
-    )
+    ended = np.array([_row(e) for e in batch.ended], np.int64)
     columns = (
         batch.request_id.astype("<i8", copy=False).tobytes(),
         batch.child.astype("<i4", copy=False).tobytes(),

@@ -94,7 +94,7 @@ class Planner:
             first, last = (self.state.rank(slots.sequence(row).request) for row in (head, victim))
             # By age the victim may come first again: taking its place would only send it round in a circle.
             if first > last and slots.order[head] < slots.order[victim]:
-                self.state.preempt(victim)
+                self.state.preempt(victim, head, "a request of higher priority was waiting")
 
     def _plan_decodes(self) -> tuple[I64, I64, I64]:
         """Rows that compute the token they sampled last, its position, their flags; each has the block it writes."""
@@ -194,7 +194,7 @@ class Planner:
         while len(running):
             last = int(np.argmax(slots.order[running]))
             victim = int(running[last])
-            self.state.preempt(victim)
+            self.state.preempt(victim, row, "no KV block was free for the next token")
             if victim == row:
                 return False
             if self.pool.free or (shared and self.pool.ref[shared] == 1):
@@ -218,6 +218,7 @@ class Planner:
             self.published.append((row, published))
         if sequence.preemptions:
             self.stats.recomputed_tokens += length
+            sequence.recomputed += length
         else:
             self.stats.prompt_tokens_computed += length
         if sequence.request.prompt_logprobs >= 0:
@@ -334,6 +335,7 @@ class Planner:
         slots.blocks[row] = columns
         slots.state[row] = PREFILL
         sequence.admitted = True
+        sequence.scheduled_us = sequence.scheduled_us or self.state.now_us
         sequence.forked = None
         self.state.table[device_row, :columns] = blocks
         self.state.history[device_row, :known] = sequence.ids

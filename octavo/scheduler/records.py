@@ -17,8 +17,8 @@ I64 = NDArray[np.int64]
 EXTRAS_WORDS = 24576
 
 # Why a sequence ended; 0 means that it goes on.
-RUNNING, STOP, LENGTH, ABORT, ERROR = range(5)
-REASONS = ("", "stop", "length", "abort", "error")
+RUNNING, STOP, LENGTH, ABORT, ERROR, TIMEOUT = range(6)
+REASONS = ("", "stop", "length", "abort", "error", "timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,32 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of one sequence; every admitted sequence has exactly one."""
+    """The end of one sequence; every admitted sequence has exactly one.
+
+    scheduled_us: when it first got a device row, in microseconds of the clock that the engine's loop reads; 0: never.
+    recomputed_tokens, swapped_tokens: what coming back after preemptions took.
+    """
 
     request_id: int
     child: int
     reason: int
     cached_tokens: int
     preemptions: int
+    scheduled_us: int = 0
+    recomputed_tokens: int = 0
+    swapped_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Who gave way last, in which step, with how many computed tokens, to whom and why."""
+
+    step: int
+    request_id: int
+    child: int
+    tokens: int
+    to_request: int
+    why: str
 
 
 @dataclass(slots=True)

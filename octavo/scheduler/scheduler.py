@@ -59,12 +59,12 @@ class Scheduler:
         self.state.check(request, prompt)
         self.state.new_rows(request, prompt)
 
-    def abort(self, request_id: int, child: int | None = None) -> None:
+    def abort(self, request_id: int, child: int | None = None, reason: int = ABORT) -> None:
         """End every sequence of a request that is still alive, or one child; unknown ids are ignored."""
         slots = self.state.slots
         for row in list(self.state.requests.get(request_id, ())):
             if slots.state[row] not in (EMPTY, DEAD) and child in (None, slots.child[row]):
-                self.state.end(row, ABORT)
+                self.state.end(row, reason)
 
     def has_work(self) -> bool:
         """True while any sequence is alive, or its end has not been reported."""

@@ -57,7 +57,8 @@ class Sequence:
     params: its parameter block, but for device row and length. forked: blocks that it holds while it waits, shared
     with the sequence whose prompt it continues. dormant: the other children of the request, until the prompt is
     computed. given_up: blocks that a preemption took while steps were in flight. cached: prompt tokens found in the
-    prefix cache at first admission.
+    prefix cache at first admission. scheduled_us: when that was. recomputed, swapped: tokens computed again, and
+    brought back from the host, after preemptions.
     """
 
     request: EngineRequest
@@ -72,6 +73,9 @@ class Sequence:
     preemptions: int = 0
     cached: int = 0
     admitted: bool = False
+    scheduled_us: int = 0
+    recomputed: int = 0
+    swapped: int = 0
 
 
 class SlotTable:

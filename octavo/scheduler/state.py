@@ -17,7 +17,7 @@ from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.features import edited_ids, numbers_fit, parameter_block, row_flags
 from octavo.scheduler.keys import KEY_BYTES, chain_keys
 from octavo.scheduler.policy import WaitingQueue, order_key
-from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Stats, Step
+from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Preemption, Stats, Step
 from octavo.scheduler.slots import (
     DEAD,
     DECODE,
@@ -40,7 +40,8 @@ class SchedulerState:
     history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
     the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how
     many requests end at a token id, and whether any does. in_flight: plans that are not
-    committed, oldest first. ended: ends that no token batch has reported yet. shift, mask: log2 of the block size,
+    committed, oldest first. ended: ends that no token batch has reported yet. now_us: the time in microseconds, as the loop
+    last told it; nothing is decided by it. last_preemption: who gave way last. shift, mask: log2 of the block size,
     and block size - 1.
     """
 
@@ -63,6 +64,8 @@ class SchedulerState:
         self.is_end = np.zeros(limits.vocab_size, np.bool_)
         self.in_flight: deque[Step] = deque()
         self.ended: list[Ended] = []
+        self.now_us = 0
+        self.last_preemption: Preemption | None = None
         self.arrivals = 0
         self.step = 0
 
@@ -176,14 +179,25 @@ class SchedulerState:
                 return True
         return False
 
-    def preempt(self, row: int) -> None:
-        """Take a running row's blocks; it goes back to its place in the queue when nothing of it is in flight."""
+    def preempt(self, row: int, to: int, why: str) -> None:
+        """Take a running row's blocks; it goes back to its place in the queue when nothing of it is in flight.
+
+        `to`: the row that it gives way to, maybe itself; `why` is for people.
+        """
         slots = self.slots
         sequence = slots.sequence(row)
         self.publish_generated(row)
         self.stats.preemptions += 1
         self.stats.preempted_tokens += int(slots.computed[row])
         sequence.preemptions += 1
+        self.last_preemption = Preemption(
+            self.step,
+            sequence.request.id,
+            int(slots.child[row]),
+            int(slots.computed[row]),
+            int(slots.request_id[to]),
+            why,
+        )
         blocks = self.blocks_of(row)
         sequence.given_up = blocks.copy()
         self.pool.drop(blocks)
@@ -229,7 +243,18 @@ class SchedulerState:
         if reason != ERROR:
             self.publish_generated(row)
         request_id, child = int(slots.request_id[row]), int(slots.child[row])
-        self.ended.append(Ended(request_id, child, reason, sequence.cached, sequence.preemptions))
+        self.ended.append(
+            Ended(
+                request_id,
+                child,
+                reason,
+                sequence.cached,
+                sequence.preemptions,
+                sequence.scheduled_us,
+                sequence.recomputed,
+                sequence.swapped,
+            )
+        )
         self.pool.drop(self.blocks_of(row))
         sequence.forked = None
         slots.blocks[row] = 0
