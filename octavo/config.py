@@ -65,6 +65,10 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "who is served next: fcfs, priority, or fair (equal shares for each key)")
     priority_order: str = option("high-first", "high-first: a larger priority is served earlier; or low-first")
     depth: int | None = option(None, "steps in flight before results are read: 0, 1 or 2")
+    max_num_queued_reqs: int | None = option(
+        None, "sequences that may wait beside those that run; others are refused; 1024 in a server, else any number"
+    )
+    max_num_queued_tokens: int | None = option(None, "prompt tokens that may wait; any number if left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,6 @@ class ServerConfig:
         None, "key for /metrics and /debug; a sole API key if left out; or OCTAVO_ADMIN_KEY"
     )
     insecure_no_auth: bool = option(False, "listen to other machines without any key")
-    max_num_queued_reqs: int = option(1024, "sequences that may wait beside those that run; others get 429")
     default_timeout: float = option(0.0, "seconds until a request ends with 504; 0: no limit; timeout_s overrides")
     shutdown_timeout: float = option(30.0, "seconds that running requests have to end after SIGTERM")
     watchdog_timeout: float = option(120.0, "seconds without a sign of life after which the engine is ended")
@@ -187,6 +190,8 @@ class Facts:
     policy: str
     low_first: bool
     kv_bytes_per_block: int
+    queued_reqs: int | None = None
+    queued_tokens: int | None = None
 
     def line(self) -> str:
         """One line for the log at start."""
@@ -247,6 +252,8 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         policy=_one_of("scheduling_policy", wish.scheduler.scheduling_policy, ("fcfs", "priority", "fair")),
         low_first=_one_of("priority_order", wish.scheduler.priority_order, PRIORITY_ORDERS) == "low-first",
         kv_bytes_per_block=per_block,
+        queued_reqs=_cap("max_num_queued_reqs", wish.scheduler.max_num_queued_reqs, 0),
+        queued_tokens=_cap("max_num_queued_tokens", wish.scheduler.max_num_queued_tokens, 1),
     )
 
 
@@ -265,6 +272,10 @@ def _one_of(name: str, value: str, values: tuple[str, ...]) -> str:
     if value not in values:
         raise ConfigError(f"{name} is {value!r}.", f"Give one of {', '.join(values)}.")
     return value
+
+
+def _cap(name: str, wish: int | None, low: int) -> int | None:
+    return None if wish is None else _at_least(low, name, wish, 0)
 
 
 def _at_least(low: int, name: str, wish: int | None, default: int) -> int:

@@ -5,7 +5,8 @@ kind of thing is wrong (and the command line which exit code to use):
 
 - `ConfigError` (exit 2): options that do not fit together or do not fit this machine.
 - `ModelError` (exit 3): a model folder or file that cannot be loaded as it is.
-- `RequestError` (HTTP 400): one request is refused; the engine and all other requests go on.
+- `RequestError` (HTTP 400): one request is refused; the engine and all other requests go on. `QueueFull` (HTTP 429):
+  it would be taken later.
 - `EngineError` (exit 4): the device or an invariant of the engine is broken; the engine stops.
 """
 
@@ -46,6 +47,10 @@ class RequestError(OctavoError, ValueError):
     def __init__(self, cause: str, fix: str = "", param: str | None = None) -> None:
         self.param = param
         super().__init__(cause, fix)
+
+
+class QueueFull(RequestError):
+    """One request that the engine does not take now, because too much waits already."""
 
 
 class EngineError(OctavoError, RuntimeError):

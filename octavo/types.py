@@ -18,6 +18,7 @@ from octavo.errors import RequestError
 
 MAX_N = 64
 MAX_PRIORITY = 1000
+MAX_TIMEOUT = 86_400.0
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
@@ -99,6 +100,8 @@ class SamplingParams:
     the logits of ids, at most 100 either way. allowed_token_ids: the only ids that may be sampled. bad_words: words
     that may not come up, at the start of the text or after a space. repetition_detection: end an output that repeats
     itself, with the finish reason "repetition". priority: larger is served earlier (scheduling_policy priority).
+    timeout_s: seconds after which the request ends, waiting or not, with what there is and the finish reason
+    "timeout".
 
     Raises RequestError for any value outside its range.
     """
@@ -128,6 +131,7 @@ class SamplingParams:
     detokenize: bool = True
     priority: int = 0
     repetition_detection: RepetitionDetection | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -140,6 +144,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 1 << 31)
         _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.timeout_s is not None:
+            _number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT, open_low=True)
         _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -244,7 +250,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     before the first block. seed: 64 bits. eos: the model's end ids (empty with ignore_eos). stop_ids: further end
     ids. limit: total tokens at which a sequence ends. id: the engine's own number, never a client's.
 
-    bias: (ids, values). bad: sequences of ids that may not come up. logprobs, prompt_logprobs: -1 is none.
+    bias: (ids, values). bad: sequences of ids that may not come up. logprobs, prompt_logprobs: -1 is none. timeout:
+    seconds from its submission to the engine; 0 is none.
     """
 
     id: int
@@ -272,6 +279,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     beam: bool = False
     priority: int = 0
     tenant: str = ""
+    timeout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +293,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is None while it runs, else stop, length, repetition, abort or error.
+    """One completion. `finish_reason` is None while it runs, else stop, length, repetition, timeout, abort or error.
 
     stop_reason: the stop string or token id that ended it; None for the model's own end token.
     """
@@ -316,10 +324,50 @@ class BeamSearchOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """Where a request's time went. Points in time are seconds since the epoch, None while they have not come.
+
+    first_scheduled_time: when the engine began with it. recomputed_tokens, swapped_tokens: computed again, and
+    brought back from the host, after `preemptions`.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    swapped_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival until the engine began with it, or until its end when it never did."""
+        began = self.first_scheduled_time or self.finished_time
+        return None if began is None else began - self.arrival_time
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from there to the first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the last."""
+        return _between(self.first_token_time, self.last_token_time)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """All completions of one prompt. `num_cached_tokens`: prompt tokens whose K and V were found in the cache.
 
-    prompt_logprobs: one entry for each prompt token, None for the first; None altogether when nobody asked.
+    prompt_logprobs: one entry for each prompt token, None for the first; None altogether when nobody asked. metrics:
+    complete once the request is finished.
     """
 
     request_id: str
@@ -330,3 +378,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None

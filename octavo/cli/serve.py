@@ -51,7 +51,6 @@ def check(config: ServerConfig) -> None:
     """Raise ConfigError for numbers that make no sense."""
     bounds = {
         "port": (0, 65535),
-        "max_num_queued_reqs": (0, 1 << 20),
         "default_timeout": (0, 86_400),
         "shutdown_timeout": (0, 86_400),
         "watchdog_timeout": (0.5, 86_400),

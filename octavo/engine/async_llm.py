@@ -28,9 +28,10 @@ import msgspec
 from octavo.config import EngineConfig, Facts, engine_config
 from octavo.engine.channel import ClientEnd
 from octavo.engine.client import ModelLimits, build_request, cut_prompt
+from octavo.engine.kv_text import kv_text
 from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Ready, Refused, Start, Submit, Tokens, unpack
 from octavo.env import engine_environment
-from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, RequestError
+from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, QueueFull, RequestError
 from octavo.files import naming
 from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.records import REASONS, STOP, TokenBatch
@@ -92,7 +93,7 @@ class Stream:
         self.text = text
         self.signal = signal
         self.failure: OctavoError | None = None
-        self.arrived = time.monotonic()
+        self.arrived = text.arrived
         self.first_token = 0.0
         self.last_token = 0.0
         self.ended = 0.0
@@ -259,10 +260,12 @@ class AsyncLLM:
         tenant: str = "",
         signal: Signal | None = None,
         bad: tuple[tuple[int, ...], ...] | None = None,
+        timeout: float = 0.0,
     ) -> Stream:
         """Start one request; raises RequestError when it cannot be served, EngineError when the engine is gone.
 
         Several requests may share a `signal`. `bad`: `bad_sequences` of the bad words, if they are known already.
+        timeout: what is left of a deadline, in seconds; 0: as `params` say.
         """
         if self.failure is not None or self._channel is None:
             raise self.failure or EngineError("The engine is not running.", "Start it.")
@@ -271,20 +274,20 @@ class AsyncLLM:
         if bad is None:
             bad = bad_sequences(params.bad_words or (), self.tokenizer)
         request = build_request(number, ids, params, self.limits, salt, bad)
-        request = msgspec.structs.replace(request, tenant=tenant)
+        request = msgspec.structs.replace(request, tenant=tenant, timeout=timeout or request.timeout)
         text = RequestText(str(number), prompt, ids, params, self.tokenizer)
         stream = Stream(number, text, signal or Signal())
         self._streams[number] = stream
         self._channel.send(Submit(request))
         return stream
 
-    def abort(self, stream: Stream) -> None:
-        """End a request that nobody wants any more; its children that still run end with reason "abort"."""
+    def abort(self, stream: Stream, reason: str = "abort") -> None:
+        """End a request that nobody wants any more; its children that still run end with this reason."""
         if self._streams.pop(stream.number, None) is not None:
             if self._channel is not None:
                 self._channel.send(Abort(stream.number, -1))
             for child in range(stream.text.params.n):
-                stream.text.end(child, "abort")
+                stream.text.end(child, reason)
             stream.running = 0
             self._end(stream)
             stream.signal.set()
@@ -308,6 +311,10 @@ class AsyncLLM:
                 yield stream.text.snapshot()
         finally:
             self.abort(stream)
+
+    async def kv_text(self) -> str:
+        """The engine's KV cache now, as lines to read."""
+        return kv_text(await self.kv_state())
 
     async def kv_state(self) -> dict[str, Any]:
         """The engine's KV cache now (see `octavo.engine.inspect`)."""
@@ -333,7 +340,8 @@ class AsyncLLM:
         elif isinstance(message, Refused):
             stream = self._streams.pop(message.id, None)
             if stream is not None:
-                stream.fail(RequestError(message.cause, message.fix, message.param))
+                kind = QueueFull if message.full else RequestError
+                stream.fail(kind(message.cause, message.fix, message.param))
                 self._end(stream)
         elif isinstance(message, Answer):
             future = self._answers.get(message.id)
@@ -385,14 +393,11 @@ class AsyncLLM:
             if stream is None:
                 continue
             touched.setdefault(stream, 0)
-            stream.text.end(end.child, REASONS[end.reason])
+            stream.text.report(end, REASONS[end.reason])
             stream.running -= 1
             count = len(stream.text.output.outputs[end.child].token_ids)
             if count > 1:
                 stream.paces.append((now - stream.begun[end.child]) / (count - 1))
-            if end.child == 0:
-                stream.text.output.num_cached_tokens = end.cached_tokens
-            stream.text.output.num_preemptions += end.preemptions
         for stream, count in touched.items():
             self._wake(stream, count, now)
 
@@ -410,6 +415,7 @@ class AsyncLLM:
 
     def _end(self, stream: Stream) -> None:
         stream.ended = stream.ended or time.monotonic()
+        stream.text.timed(stream.first_token, stream.last_token, stream.ended)
         if self.on_end is not None:
             self.on_end(stream)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.config import DTYPES, EngineConfig, Facts, Hardware, ModelFacts, resolve
 from octavo.engine.client import ModelLimits
-from octavo.engine.loop import EngineLoop
+from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
 from octavo.scheduler.records import Limits
@@ -214,4 +214,5 @@ def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner
         )
     )
     limits = ModelLimits(vocab_size, facts.max_model_len, facts.block_size, eos_ids, facts.prefix_cache)
-    return Engine(facts, limits, EngineLoop(scheduler, runner, facts.depth))
+    caps = QueueCaps(facts.queued_reqs, facts.queued_tokens)
+    return Engine(facts, limits, EngineLoop(scheduler, runner, facts.depth, caps))

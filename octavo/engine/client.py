@@ -140,4 +140,5 @@ def build_request(
         allowed=tuple(dict.fromkeys(params.allowed_token_ids or ())),
         bad=bad,
         priority=params.priority,
+        timeout=params.timeout_s or 0.0,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from octavo.engine.kv_text import kv_text as kv_text
 from octavo.scheduler.slots import DEAD, EMPTY, STATES
 from octavo.scheduler.state import SchedulerState
 from octavo.scheduler.usage import usage
@@ -16,7 +18,7 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
 
     Blocks are numbered from 1; block 0 is padding and not counted. `owners`: for each block the number of sequences
     that hold it. `cached`: blocks whose content is in the prefix index, as ids. `tables`: one entry for each live
-    sequence, with its blocks in order.
+    sequence, with its blocks in order. `last_preemption`: who gave way last, to whom and why, or None.
     """
     pool, slots = state.pool, state.slots
     now = usage(state)
@@ -33,6 +35,8 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
                 "limit": int(slots.limit[row]),
                 "cached_tokens": sequence.cached,
                 "preemptions": sequence.preemptions,
+                "recomputed_tokens": sequence.recomputed,
+                "swapped_tokens": sequence.swapped,
                 "blocks": state.blocks_of(row).tolist(),
             }
         )
@@ -46,4 +50,5 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
         "owners": pool.ref[1:].tolist(),
         "cached": [block for block, key in enumerate(pool.key) if key is not None],
         "tables": tables,
+        "last_preemption": None if state.last_preemption is None else asdict(state.last_preemption),
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +23,7 @@ from octavo.config import engine_config
 from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
 from octavo.engine.build import Engine, OpenedModel, build_engine, open_model, with_ends
 from octavo.engine.client import build_beam_request, build_request, cut_prompt
+from octavo.engine.inspect import kv_state, kv_text
 from octavo.errors import EngineError, ModelError, RequestError
 from octavo.files import naming
 from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
@@ -62,6 +64,7 @@ class LLM:
         self._engine: Engine = build_engine(config, opened)
         self._numbers = itertools.count()
         self._texts: dict[int, RequestText] = {}
+        self._token_times: dict[int, tuple[float, float]] = {}  # first and last, of requests in `_texts`
         self._beams: dict[int, BeamGroup] = {}
 
     @property
@@ -79,6 +82,14 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises RequestError when there is none."""
         return self._text("texts")
+
+    def kv_state(self) -> dict[str, Any]:
+        """The KV cache now, as plain values: who holds which block, what is shared; see `octavo.engine.inspect`."""
+        return kv_state(self._engine.scheduler.state)
+
+    def kv_text(self) -> str:
+        """The same as lines to read: `print(llm.kv_text())`."""
+        return kv_text(self.kv_state())
 
     @property
     def stats(self) -> Stats:
@@ -183,7 +194,7 @@ class LLM:
                     early_stopping=params.early_stopping,  # type: ignore[arg-type]
                 )
                 number = next(self._numbers)
-                self._engine.scheduler.submit(build_beam_request(number, ids, search, limits))
+                self._engine.loop.submit(build_beam_request(number, ids, search, limits))
                 self._beams[number] = BeamGroup(number, BeamSearch(search))
                 added.append(number)
             while any(not self._beams[number].done for number in added):
@@ -237,9 +248,9 @@ class LLM:
             if params.stop_strings and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer.", "Use stop_token_ids.", "stop")
             bad = bad_sequences(params.bad_words or (), self.tokenizer)
-            self._engine.scheduler.submit(build_request(number, ids, params, self._engine.limits, salt, bad))
+            self._engine.loop.submit(build_request(number, ids, params, self._engine.limits, salt, bad))
         except RequestError as error:
-            raise RequestError(where + error.cause, error.fix, error.param) from None
+            raise type(error)(where + error.cause, error.fix, error.param) from None
         self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
         return number
 
@@ -283,6 +294,7 @@ class LLM:
         """Forget requests; those that still run are aborted."""
         for number in numbers:
             text = self._texts.pop(number, None)
+            self._token_times.pop(number, None)
             if text is not None and not text.finished:
                 self._engine.scheduler.abort(number)
 
@@ -305,22 +317,25 @@ class LLM:
                 self._texts[number].push_prompt(first, cast(Sequence[SampledLogprobs], entries))
         stops = {(end.request_id, end.child) for end in batch.ended if end.reason == STOP}
         rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
+        now, times, aborted = time.monotonic(), self._token_times, False
         for i, (number, child, token) in enumerate(rows):
             text = self._texts.get(number)
             if text is None:
                 continue
             touched.add(number)
+            times[number] = (times[number][0] if number in times else now, now)
             logprobs: Any = batch.logprobs.get(i)
             if text.push(child, token, logprobs, ends=(number, child) in stops):
                 self._engine.scheduler.abort(number, child)
+                aborted = True
         for end in batch.ended:
             text = self._texts.get(end.request_id)
             if text is not None:
                 touched.add(end.request_id)
-                text.end(end.child, REASONS[end.reason])
-                if end.child == 0:
-                    text.output.num_cached_tokens = end.cached_tokens
-                text.output.num_preemptions += end.preemptions
+                text.report(end, REASONS[end.reason])
+                text.timed(*times.get(end.request_id, (0.0, 0.0)), now)
+        if aborted:  # what the engine has to say about them, before they are forgotten
+            self._take_in(TokenBatch.of_ends(self._engine.scheduler.take_ended()), touched)
 
 
 def _tokenizer(model: OpenedModel) -> Tokenizer:

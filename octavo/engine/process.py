@@ -35,7 +35,7 @@ from octavo.engine.wire import (
     pack,
 )
 from octavo.env import log_level
-from octavo.errors import EngineError, OctavoError, RequestError, invariant
+from octavo.errors import EngineError, OctavoError, QueueFull, RequestError, invariant
 from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.usage import usage
 
@@ -146,9 +146,10 @@ class EngineProcess:
             try:
                 if message.request.beam:  # nobody here would choose how its beams go on
                     raise RequestError("Beam search runs in LLM only.", "Use LLM.beam_search.", "use_beam_search")
-                scheduler.submit(message.request)
+                self._engine.loop.submit(message.request)
             except RequestError as error:
-                self._channel.send(Refused(message.request.id, error.cause, error.fix, error.param))
+                full = isinstance(error, QueueFull)
+                self._channel.send(Refused(message.request.id, error.cause, error.fix, error.param, full))
         elif isinstance(message, Abort):
             scheduler.abort(message.id, None if message.child < 0 else message.child)
         elif isinstance(message, Ask):

@@ -94,6 +94,7 @@ class Refused(Message, tag="refused", frozen=True):
     cause: str
     fix: str
     param: str | None
+    full: bool  # for now only: too much waits
 
 
 class Tokens(Message, tag="tokens", frozen=True):

@@ -12,8 +12,9 @@ import msgspec
 
 from octavo.metrics.registry import Counter, Gauge, Histogram, Metric, escape, render
 from octavo.metrics.ring import Ring
+from octavo.types import RequestMetrics
 
-REASONS = ("stop", "length", "repetition", "abort", "error")
+REASONS = ("stop", "length", "repetition", "timeout", "abort", "error")
 REFUSALS = ("queue_full", "draining", "not_ready", "other")
 STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other")
 
@@ -67,6 +68,9 @@ class ServerMetrics:
             "request_time_per_output_token_seconds", "Mean per sequence, first token left out.", _SHORT
         )
         self.e2e = Histogram("e2e_request_latency_seconds", "From submission to the end.", _SECONDS)
+        self.queue = Histogram("request_queue_time_seconds", "From submission until the engine began.", _SECONDS)
+        self.prefill = Histogram("request_prefill_time_seconds", "From there to the first token.", _SECONDS)
+        self.decode = Histogram("request_decode_time_seconds", "From the first token to the last.", _SECONDS)
         self.request_prompt = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.request_generation = Histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
 
@@ -115,6 +119,16 @@ class ServerMetrics:
         for pace in paces:
             self.tpot.observe(pace)
 
+    def phases(self, found: RequestMetrics) -> None:
+        """Where the time of a request went that is over."""
+        for histogram, seconds in (
+            (self.queue, found.time_in_queue),
+            (self.prefill, found.prefill_time),
+            (self.decode, found.decode_time),
+        ):
+            if seconds is not None:
+                histogram.observe(max(seconds, 0.0))
+
     def refused(self, reason: str) -> None:
         """A request was refused for load."""
         self.refusals.add(1, reason)
@@ -151,7 +165,8 @@ class ServerMetrics:
             Gauge("engine_up", "1 while the engine runs.", lambda: float(self._beat is not None)),
             Gauge("engine_step_seconds", "Duration of the last step.", lambda: self._read("step_seconds")),
             *engine, self.prompt_tokens, self.generation_tokens, self.success, self.refusals, self.http,
-            self.restarts, self.ttft, self.itl, self.tpot, self.e2e, self.request_prompt, self.request_generation,
+            self.restarts, self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prefill, self.decode,
+            self.request_prompt, self.request_generation,
         ]  # fmt: skip
 
     def _info(self) -> str:

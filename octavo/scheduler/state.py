@@ -40,9 +40,9 @@ class SchedulerState:
     history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
     the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how
     many requests end at a token id, and whether any does. in_flight: plans that are not
-    committed, oldest first. ended: ends that no token batch has reported yet. now_us: the time in microseconds, as the loop
-    last told it; nothing is decided by it. last_preemption: who gave way last. shift, mask: log2 of the block size,
-    and block size - 1.
+    committed, oldest first. ended: ends that no token batch has reported yet. now_us: the time in microseconds, as
+    the loop last told it; nothing is decided by it. last_preemption: who gave way last. shift, mask: log2 of the
+    block size, and block size - 1.
     """
 
     def __init__(self, limits: Limits) -> None:

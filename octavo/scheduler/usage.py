@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.scheduler.slots import DECODE, ENDING, PREFILL
+from octavo.scheduler.slots import DEAD, DECODE, EMPTY, ENDING, PREFILL
 from octavo.scheduler.state import SchedulerState
 
 
@@ -33,6 +33,13 @@ def usage(state: SchedulerState) -> Usage:
     waste = int(np.maximum(slots.blocks[rows] * size - slots.known[rows], 0).sum())
     blocks = state.pool.usable - state.pool.free
     return Usage(len(rows), blocks, blocks * size, waste)
+
+
+def queued(state: SchedulerState) -> tuple[int, int]:
+    """Sequences that are alive, and known tokens of those in the queue; O(rows)."""
+    slots = state.slots
+    alive = np.count_nonzero((slots.state != EMPTY) & (slots.state != DEAD))
+    return int(alive), int(slots.known[state.queue.rows()].sum()) if len(state.queue) else 0
 
 
 class UsageMeter:

@@ -60,13 +60,12 @@ class Gate:
         if seats > most:
             raise Problem(400, f"The request asks for {seats} sequences; at most {most} can be under way.", param="n")
         if self.taken + seats > most:
-            self._on_refusal("queue_full")
-            raise Problem(
-                429,
-                f"{self.taken} sequences are under way and at most {most} may be. Try again later.",
-                code="queue_full",
-                headers={"retry-after": str(self._retry_after())},
-            )
+            raise self.full(f"{self.taken} sequences are under way and at most {most} may be. Try again later.")
+
+    def full(self, message: str) -> Problem:
+        """The answer to a request for which there is no room now."""
+        self._on_refusal("queue_full")
+        return Problem(429, message, code="queue_full", headers={"retry-after": str(self._retry_after())})
 
     def _retry_after(self) -> int:
         """Seconds until about a tenth of those who wait have been served."""

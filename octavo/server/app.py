@@ -66,6 +66,7 @@ def build_app(service: Service, keys: Keys, check_host: bool) -> ASGIApp:
         ("GET", "/version", control.version),
         ("GET", "/metrics", control.metrics),
         ("GET", "/debug/kv", control.kv),
+        ("GET", "/debug/kv.txt", control.kv_text),
         ("GET", "/debug/requests", control.requests),
         ("GET", "/debug/steps", control.steps),
         *(("GET", path, control.page) for path in _STATIC),
@@ -229,6 +230,14 @@ class Control:
         try:
             async with asyncio.timeout(KV_STATE_SECONDS):
                 return json_response(await self._service.llm.kv_state())
+        except TimeoutError:
+            raise Problem(503, "The engine did not answer in time.", headers={"retry-after": "5"}) from None
+
+    async def kv_text(self, request: Request) -> Response:
+        """`GET /debug/kv.txt`: the same as lines to read."""
+        try:
+            async with asyncio.timeout(KV_STATE_SECONDS):
+                return PlainTextResponse(await self._service.llm.kv_text())
         except TimeoutError:
             raise Problem(503, "The engine did not answer in time.", headers={"retry-after": "5"}) from None
 

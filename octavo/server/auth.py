@@ -23,7 +23,7 @@ from octavo.errors import ConfigError
 from octavo.server.problem import Problem
 
 OPEN = frozenset({"/livez", "/readyz", "/health", "/", "/static/page.js", "/static/page.css"})
-ADMIN = frozenset({"/metrics", "/debug/kv", "/debug/requests", "/debug/steps"})
+ADMIN = frozenset({"/metrics", "/debug/kv", "/debug/kv.txt", "/debug/requests", "/debug/steps"})
 MIN_KEY_BYTES = 8
 _MAX_KEY_FILE = 1 << 16
 

@@ -22,7 +22,7 @@ from typing import Any
 from starlette.types import Receive
 
 from octavo.engine.async_llm import AsyncLLM, Signal, Stream
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, QueueFull
 from octavo.server.admit import Gate
 from octavo.server.problem import Problem, problem_of
 from octavo.types import CompletionOutput, SamplingParams
@@ -54,6 +54,7 @@ class Job:
         self._begin = time.monotonic()
         self._signal = Signal()
         self._timer: asyncio.TimerHandle | None = None
+        self._seconds = 0.0  # that it may take; 0: any
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -82,14 +83,18 @@ class Job:
         self._watch = asyncio.get_running_loop().create_task(self._until_gone(receive))
 
     def end_after(self, seconds: float) -> None:
-        """End the job with 504 when it takes longer."""
+        """End the job with 504 when it takes longer. The engine keeps the time too: it stops at once."""
+        self._seconds = seconds
         if seconds:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._too_late, seconds)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._too_late)
 
     def submit(self, ids: Sequence[int], prompt: str | None, salt: str, tenant: str, bad: BadWords) -> None:
-        """Send one prompt to the engine. Raises RequestError, EngineError."""
+        """Send one prompt to the engine. Raises RequestError, EngineError, Problem."""
+        left = self._seconds - self.age if self._seconds else 0.0
+        if left < 0:
+            raise self._late()
         stream = self._llm.submit(
-            ids, self.params, prompt=prompt, salt=salt, tenant=tenant, signal=self._signal, bad=bad
+            ids, self.params, prompt=prompt, salt=salt, tenant=tenant, signal=self._signal, bad=bad, timeout=left
         )
         self.streams.append(stream)
 
@@ -103,6 +108,8 @@ class Job:
         if self.failure is not None:
             raise self.failure
         for stream in self.streams:
+            if isinstance(stream.failure, QueueFull):
+                raise self._gate.full(str(stream.failure))
             if stream.failure is not None:
                 raise problem_of(stream.failure)
             if stream.running == self.params.n:  # nothing has ended
@@ -110,6 +117,8 @@ class Job:
             for choice in stream.text.output.outputs:
                 if choice.finish_reason == "error":
                     raise Problem(500, "The model's numbers were not finite; this request failed, others go on.")
+                if choice.finish_reason == "timeout":
+                    raise self._late()
 
     def strip(self) -> None:
         """Take the token of `only_prompt` out of the results."""
@@ -128,8 +137,9 @@ class Job:
 
     def cut(self) -> None:
         """End what still runs with finish reason "abort": the client gets what there is."""
+        late = isinstance(self.failure, Problem) and self.failure.status == 504
         for stream in self.streams:
-            self._llm.abort(stream)
+            self._llm.abort(stream, "timeout" if late else "abort")
 
     def close(self) -> None:
         """Give everything back; call it once, whatever happened."""
@@ -154,15 +164,16 @@ class Job:
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
         }
 
-    def _too_late(self, seconds: float) -> None:
-        self.fail(
-            Problem(
-                504,
-                f"The request took longer than {seconds:g} s. Ask for less, or give a larger timeout_s.",
-                param="timeout_s",
-                code="deadline_exceeded",
-                extra={"usage": self.usage()},
-            )
+    def _too_late(self) -> None:
+        self.fail(self._late())
+
+    def _late(self) -> Problem:
+        return Problem(
+            504,
+            f"The request took longer than {self._seconds:g} s. Ask for less, or give a larger timeout_s.",
+            param="timeout_s",
+            code="deadline_exceeded",
+            extra={"usage": self.usage()},
         )
 
     async def _until_gone(self, receive: Receive) -> None:

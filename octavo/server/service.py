@@ -24,6 +24,7 @@ from octavo.server.protocol import MAX_MESSAGES, ChatBody, TokenizeBody
 from octavo.text.bad_words import bad_sequences
 from octavo.text.template import render_chat
 
+QUEUED_REQS = 1024  # sequences that may wait, unless the user gives a number
 INLINE_CHARS = 8192
 SIGN_SECONDS = 5.0  # readiness: how old the engine's last sign of life may be
 _MAX_TEMPLATE = 1 << 16
@@ -38,7 +39,8 @@ class Service:
         self.llm = llm
         self.config = config
         self.metrics = metrics
-        self.gate = Gate(config.max_num_queued_reqs, metrics.refused)
+        queue = llm.config.scheduler.max_num_queued_reqs
+        self.gate = Gate(QUEUED_REQS if queue is None else queue, metrics.refused)
         self.jobs: set[Job] = set()
         self.names = [name.strip() for name in (config.served_model_name or llm.name).split(",") if name.strip()]
         self.created = int(time.time())

@@ -28,7 +28,7 @@ import uvicorn
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.async_llm import AsyncLLM, Stream
-from octavo.errors import ConfigError, EngineError, OctavoError
+from octavo.errors import ConfigError, EngineError, OctavoError, QueueFull
 from octavo.metrics.server import ServerMetrics
 from octavo.server.app import build_app
 from octavo.server.auth import Keys, check_bind, is_loopback, load_keys
@@ -240,10 +240,13 @@ class Server:
         self._metrics.tokens(count, prompt, now - stream.arrived, max(since_last, 1e-6) if stream.last_token else 0.0)
 
     def _on_end(self, stream: Stream) -> None:
+        if isinstance(stream.failure, QueueFull):  # the gate counts it
+            return
         first = stream.text.output.outputs[0]
         reason = "error" if stream.failure is not None else first.finish_reason or "abort"
         prompt = len(stream.text.output.prompt_token_ids)
         self._metrics.ended(reason, prompt, stream.tokens, stream.ended - stream.arrived, stream.paces)
+        self._metrics.phases(stream.text.metrics)
 
 
 class _Http(uvicorn.Server):

@@ -6,6 +6,7 @@ engine reported them, and aborts a child in the engine when `push` says that a s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.loop_guard import LoopGuard
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from octavo.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 
 class SampledLogprobs(Protocol):
@@ -25,10 +26,38 @@ class SampledLogprobs(Protocol):
     values: Sequence[float]
 
 
+class SequenceEnd(Protocol):
+    """What the engine reports when a child ends (see `octavo.scheduler.records.Ended`)."""
+
+    @property
+    def child(self) -> int:
+        """Its number."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+
+    @property
+    def preemptions(self) -> int:
+        """How often it gave way."""
+
+    @property
+    def scheduled_us(self) -> int:
+        """When the engine began with it, in microseconds of the monotonic clock; 0: never."""
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again after that."""
+
+    @property
+    def swapped_tokens(self) -> int:
+        """Tokens brought back from the host after that."""
+
+
 class RequestText:
     """Grows `output`, the result of one request, token by token.
 
-    `tokenizer` None: no text at all (`detokenize=False`).
+    `tokenizer` None: no text at all (`detokenize=False`). arrived: when it was made, in `time.monotonic`.
     """
 
     def __init__(
@@ -40,8 +69,14 @@ class RequestText:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.params = params
+        self.arrived = time.monotonic()
+        self.metrics = RequestMetrics(time.time())
         self.output = RequestOutput(
-            request_id, prompt, list(prompt_ids), [CompletionOutput(index=i) for i in range(params.n)]
+            request_id,
+            prompt,
+            list(prompt_ids),
+            [CompletionOutput(index=i) for i in range(params.n)],
+            metrics=self.metrics,
         )
         self._tokenizer = tokenizer if params.detokenize else None
         stops = params.stop_strings
@@ -124,6 +159,31 @@ class RequestText:
         if stop is None and reason == "stop" and last in (self.params.stop_token_ids or ()):
             stop = last
         self._finish(completion, "stop" if isinstance(stop, str) else reason, stop)
+
+    def report(self, end: SequenceEnd, reason: str) -> None:
+        """The engine ended a child, with what it took."""
+        self.end(end.child, reason)
+        output, metrics = self.output, self.metrics
+        if end.child == 0:
+            output.num_cached_tokens = metrics.cached_tokens = end.cached_tokens
+        output.num_preemptions += end.preemptions
+        metrics.preemptions += end.preemptions
+        metrics.recomputed_tokens += end.recomputed_tokens
+        metrics.swapped_tokens += end.swapped_tokens
+        if end.scheduled_us:
+            at = self._wall(end.scheduled_us / 1e6)
+            metrics.first_scheduled_time = min(metrics.first_scheduled_time or at, at)
+
+    def timed(self, first: float, last: float, end: float) -> None:
+        """When the first and the last token came (0: never) and when it was over, in `time.monotonic`."""
+        metrics = self.metrics
+        metrics.first_token_time = self._wall(first) if first else None
+        metrics.last_token_time = self._wall(last) if last else None
+        metrics.finished_time = self._wall(end)
+
+    def _wall(self, at: float) -> float:
+        """A time of the monotonic clock, which all processes share, as seconds since the epoch."""
+        return self.metrics.arrival_time + at - self.arrived
 
     def _keeps_stop(self, token: int) -> bool:
         return self.params.include_stop_str_in_output and token in (self.params.stop_token_ids or ())

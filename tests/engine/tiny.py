@@ -77,7 +77,7 @@ class TinyEngine:
         salt: str = "",
         bad: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        self.scheduler.submit(build_request(number, ids, params, self.limits, salt, bad))
+        self.loop.submit(build_request(number, ids, params, self.limits, salt, bad))
 
     def step(self) -> None:
         for batch in self.loop.step():

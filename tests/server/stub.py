@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.config import EngineConfig, ServerConfig
+from octavo.config import EngineConfig, SchedulerConfig, ServerConfig
 from octavo.engine.async_llm import Signal, Stream
 from octavo.engine.client import ModelLimits
 from octavo.metrics.server import EngineNumbers, ServerMetrics
@@ -29,9 +29,9 @@ class StubLLM:
     name = "stub"
     failure: Any = None
 
-    def __init__(self, tokenizer: Tokenizer, answer: Sequence[int] = (9, 8, 7)) -> None:
+    def __init__(self, tokenizer: Tokenizer, answer: Sequence[int] = (9, 8, 7), queue: int | None = None) -> None:
         self.tokenizer = tokenizer
-        self.config = EngineConfig()
+        self.config = EngineConfig(scheduler=SchedulerConfig(max_num_queued_reqs=queue))
         self.limits = ModelLimits(tokenizer.vocab_size, 4096, 16, (), False)
         self.facts = SimpleNamespace(max_model_len=4096)
         self.answer = answer
@@ -56,16 +56,16 @@ class StubLLM:
         stream.running = 0
         stream.signal.set()
 
-    def abort(self, stream: Stream) -> None:
+    def abort(self, stream: Stream, reason: str = "abort") -> None:
         stream.running = 0
 
     def overdue(self, seconds: float) -> bool:
         return False
 
 
-def make(tokenizer: Tokenizer, **options: Any) -> Service:
+def make(tokenizer: Tokenizer, *, queue: int | None = None, **options: Any) -> Service:
     """A service on a stub, with 8 sequences at a time."""
-    service = Service(StubLLM(tokenizer), ServerConfig(**options), ServerMetrics())  # type: ignore[arg-type]
+    service = Service(StubLLM(tokenizer, queue=queue), ServerConfig(**options), ServerMetrics())  # type: ignore[arg-type]
     service.gate.running = 8
     return service
 

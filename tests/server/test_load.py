@@ -255,7 +255,7 @@ def test_b76_b77_counters(fake: Running) -> None:
     assert grown["octavo:generation_tokens_total"] == generated
     assert grown["octavo:time_to_first_token_seconds_count"] == 5
     ended = {name: value - counts(before)[name] for name, value in counts(found).items()}
-    assert ended == {"length": 4, "stop": 1, "repetition": 0, "abort": 0, "error": 0}
+    assert ended == {"length": 4, "stop": 1, "repetition": 0, "timeout": 0, "abort": 0, "error": 0}
     buckets = [value for name, value in found.items() if name.startswith("octavo:e2e_request_latency_seconds_bucket")]
     assert buckets == sorted(buckets) and buckets[-1] == found["octavo:e2e_request_latency_seconds_count"]
     fake.until(lambda now: now["octavo:prefix_cache_hits_total"] > before["octavo:prefix_cache_hits_total"])

@@ -78,7 +78,7 @@ def test_long_tools_documents_and_variables_are_rendered_in_a_thread(
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_work_on_text_takes_a_seat(tokenizer: Tokenizer, path: str) -> None:
-    service = make(tokenizer, max_num_queued_reqs=0)
+    service = make(tokenizer, queue=0)
     body = {"prompt": "Hello"} if path == "/tokenize" else {"tokens": [9]}
     taken = []
     work = service.work
