@@ -170,6 +170,32 @@ def test_f10_queue_flood() -> None:
         assert big.status == 400 and big.error["param"] == "n"
 
 
+def test_tokens_that_wait_are_capped() -> None:
+    """429 for what would be one too many, with Retry-After; the times of all others are counted by phase."""
+    with Running("--max-num-seqs", "1", "--max-num-queued-tokens", "50", fake="fake:20") as server:
+        first = open_streams(server, 1, max_tokens=60)
+        waiting = [server.connect() for _ in range(2)]
+        for sock in waiting:
+            body = json.dumps(LONG | {"prompt": [70] * 25, "max_tokens": 2}).encode()
+            sock.sendall(server.head("/v1/completions", body, {"connection": "close"}))
+        server.until(lambda found: found["octavo:num_requests_waiting"] == 2)
+        text = server.call("/debug/kv.txt").body.decode()
+        assert ": decode, " in text and text.count(": waiting, ") == 2
+        for stream in (False, True):
+            reply = server.complete([70] * 25, max_tokens=2, stream=stream)
+            assert (reply.status, reply.error["code"]) == (429, "queue_full")
+            assert int(reply.headers["retry-after"]) > 0
+        assert all(b"[DONE]" in read_all(sock) for sock in first + waiting)
+        assert server.complete([70] * 200, max_tokens=2).status == 200
+        server.idle()
+        found = server.metrics()
+        assert found['octavo:request_refusals_total{reason="queue_full"}'] == 2
+        assert found['octavo:request_success_total{finished_reason="error"}'] == 0
+        for phase in ("queue", "prefill", "decode"):
+            assert found[f"vllm:request_{phase}_time_seconds_count"] == 4
+        assert found["vllm:request_queue_time_seconds_sum"] > 1.0 > found["vllm:request_prefill_time_seconds_sum"]
+
+
 def test_f11_a_tiny_cache() -> None:
     """8 blocks, 64 requests: preemption, and everyone gets the right text; what can never fit is refused."""
     with Running("--num-gpu-blocks-override", "8", "--max-num-seqs", "8", fake="fake") as server:

@@ -183,6 +183,7 @@ def test_deadline(fake: Running) -> None:
         last = json.loads(data.decode().strip().rsplit("\n\n", 1)[-1].removeprefix("data: "))
         assert last["error"]["code"] == "deadline_exceeded"
         server.idle(2)
+        assert server.metrics()['octavo:request_success_total{finished_reason="timeout"}'] == 2
         assert server.complete(timeout_s=0).status == server.complete(timeout_s=-1).status == 400
         with pytest.raises(AssertionError):
             parse_events(data)
