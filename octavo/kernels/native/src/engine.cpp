@@ -67,7 +67,7 @@ KvShape kv_shape(KvKind kind, int head_dim, int kv_heads, int block_size) {
     s.part_bytes = width * static_cast<size_t>(kTile * head_dim);
     s.tile_bytes = 2 * s.part_bytes + (kind == KvKind::I8 ? 2 * kTile * sizeof(float) : 0);
     s.head_bytes = s.tile_bytes * static_cast<size_t>(s.tiles_per_block);
-    s.block_bytes = s.head_bytes * static_cast<size_t>(kv_heads);
+    s.block_bytes = s.stride = s.head_bytes * static_cast<size_t>(kv_heads);
     return s;
 }
 
@@ -193,9 +193,19 @@ void Engine::ready() {
     for (const Layer& l : layers_) good = good && complete(l, dims_);
     if (!good) throw std::invalid_argument("a weight is missing or has a wrong size");
     allocate_buffers();
-    layer_bytes_ = kv_shape_.block_bytes * static_cast<size_t>(dims_.blocks);
-    kv_bytes_ = layer_bytes_ * layers_.size();
-    for (size_t i = 0; i < layers_.size(); i++) pools_.push_back(kv_.take_array<uint8_t>(layer_bytes_));
+    allocate_pool();
+}
+
+// All layers of a block lie together: memory is touched as blocks come into use, and a block is copied in one piece.
+void Engine::allocate_pool() {
+    size_t layer = kv_shape_.block_bytes, block = layer * layers_.size();
+    // Blocks at the same place of every cache would drive each other out.
+    if (block % (size_t{256} << 10) == 0) block += 4096;
+    kv_shape_.stride = block;
+    kv_bytes_ = block * static_cast<size_t>(dims_.blocks);
+    uint8_t* pool = kv_.take_array<uint8_t>(kv_bytes_);
+    for (size_t i = 0; i < layers_.size(); i++) pools_.push_back(pool + layer * i);
+    page_ahead_.start(pool, kv_bytes_);
 }
 
 Acts Engine::take_acts(size_t rows, size_t stride) {
@@ -251,10 +261,10 @@ Acts Engine::acts(size_t stride) const {
 }
 
 void Engine::copy_blocks(const int32_t* pairs, int n) {
-    for (uint8_t* pool : pools_)
-        for (int i = 0; i < n; i++)
-            std::memcpy(pool + static_cast<size_t>(pairs[2 * i + 1]) * kv_shape_.block_bytes,
-                        pool + static_cast<size_t>(pairs[2 * i]) * kv_shape_.block_bytes, kv_shape_.block_bytes);
+    size_t stride = kv_shape_.stride;
+    for (int i = 0; i < n; i++)
+        std::memcpy(pools_[0] + static_cast<size_t>(pairs[2 * i + 1]) * stride,
+                    pools_[0] + static_cast<size_t>(pairs[2 * i]) * stride, stride);
 }
 
 void Engine::embedding(int row, float* out) const { unpack_row(embed_.format, embed_.data, row, embed_.columns, out); }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "page_ahead.h"
 #include "pool.h"
 #include "weights.h"
 
@@ -151,6 +152,7 @@ class Engine {
     Linear* linear(int layer, const std::string& name);
     const float** vector_slot(int layer, const std::string& name);
     void allocate_buffers();
+    void allocate_pool();
     Acts take_acts(size_t rows, size_t stride);
     Acts acts(size_t stride) const;
 
@@ -183,9 +185,10 @@ class Engine {
     Pool pool_;
     Arena weights_, kv_, buffers_;
     KvShape kv_shape_;
-    size_t layer_bytes_ = 0, kv_bytes_ = 0;
+    size_t kv_bytes_ = 0;
     std::vector<Layer> layers_;
-    std::vector<uint8_t*> pools_;  // per layer
+    std::vector<uint8_t*> pools_;  // where each layer's part of block 0 is
+    PageAhead page_ahead_;         // after kv_: it ends first
     Matrix embed_;
     Linear head_;
     const float* norm_ = nullptr;

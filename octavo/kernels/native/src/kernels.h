@@ -67,17 +67,17 @@ struct Product {
 
 enum class KvKind : int { F32, BF16, I8 };
 
-// The KV pool of one layer. A tile holds 16 keys of one head: the K part, the V part, and for I8 16 scales of K and 16
+// The KV pool as one layer sees it: its part of a block is contiguous, `stride` bytes from block to block. A tile holds 16 keys of one head: the K part, the V part, and for I8 16 scales of K and 16
 // of V. K is transposed: step s of a tile is one vector with elements 2s, 2s+1 of 16 keys (F32: element s). V has one
 // row of vectors per two keys (F32: per key), each lane holding one element of both.
 struct KvShape {
     KvKind kind;
     int head_dim, kv_heads, block_size, tiles_per_block;
-    size_t part_bytes, tile_bytes, head_bytes, block_bytes;
+    size_t part_bytes, tile_bytes, head_bytes, block_bytes, stride;
 };
 
 inline uint8_t* tile_at(uint8_t* layer, const KvShape& s, int block, int head, int tile) {
-    return layer + block * s.block_bytes + head * s.head_bytes + tile * s.tile_bytes;
+    return layer + static_cast<size_t>(block) * s.stride + head * s.head_bytes + tile * s.tile_bytes;
 }
 
 // One token between the qkv product and attention: norms of q and k heads, rotation, q rounded to the type attention

@@ -38,6 +38,10 @@ void Engine::forward(const Step& step) {
     calls_++;
     kept_.resize(static_cast<size_t>(step.samples) * hidden_stride_);
     shared_segments_ = 0;
+    int highest = 0;
+    for (int row = 0; row < step.rows; row++)
+        highest = std::max(highest, table(step, row)[(step.start[row] + step.length[row] - 1) / dims_.block_size]);
+    page_ahead_.used(static_cast<size_t>(highest + 1) * kv_shape_.stride);
     int chunks = (step.tokens + kChunk - 1) / kChunk;
     for (int c = 0; c < chunks; c++) {
         long first = static_cast<long>(step.tokens) * c / chunks, last = static_cast<long>(step.tokens) * (c + 1) / chunks;

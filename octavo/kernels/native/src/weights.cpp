@@ -131,25 +131,26 @@ void quantize(const float* x, Format format, RowBlock* out) {
 
 int bits_of(Format f) { return f == Format::Q8 ? 8 : f == Format::Q6 ? 6 : f == Format::Q5 || f == Format::Q5M ? 5 : 4; }
 bool has_minimum(Format f) { return f == Format::Q4M || f == Format::Q5M; }
-int half_bytes(Format f) { return bits_of(f) == 8 ? 512 : 256 + (bits_of(f) - 4) * 64; }
+int code_bytes(Format f) { return bits_of(f) * kPanel * kBlock / 8; }
+int plane_bytes(Format f) { return bits_of(f) == 8 ? 0 : code_bytes(f) - 4 * kPanel * kBlock / 8; }
 int groups_of(Format f) { return f == Format::Q6 ? 2 : 1; }
 
 // Adds row `i` of a panel to a block that was zeroed before.
 void encode(const RowBlock& row, int i, Format format, uint8_t* block) {
     int bits = bits_of(format), lane = i % kHalfRows;
-    uint8_t* half = block + i / kHalfRows * half_bytes(format);
+    uint8_t *plane = block + i / kHalfRows * 64, *half = plane + plane_bytes(format);
     for (int s = 0; s < 8; s++)
         for (int c = 0; c < 4; c++) {
             int code = row.code[4 * s + c], byte = 4 * lane + c;
             if (bits == 8) {
-                half[64 * s + byte] = static_cast<uint8_t>(code);
+                half[128 * s + byte] = static_cast<uint8_t>(code);
                 continue;
             }
-            half[64 * (s / 2) + byte] |= static_cast<uint8_t>((code & 15) << (s % 2 * 4));
-            if (bits == 5) half[256 + byte] |= static_cast<uint8_t>((code >> 4) << s);
-            if (bits == 6) half[256 + 64 * (s / 4) + byte] |= static_cast<uint8_t>((code >> 4) << (s % 4 * 2));
+            half[128 * (s / 2) + byte] |= static_cast<uint8_t>((code & 15) << (s % 2 * 4));
+            if (bits == 5) plane[byte] |= static_cast<uint8_t>((code >> 4) << s);
+            if (bits == 6) plane[128 * (s / 4) + byte] |= static_cast<uint8_t>((code >> 4) << (s % 4 * 2));
         }
-    uint8_t* facts = block + 2 * half_bytes(format);
+    uint8_t* facts = block + code_bytes(format);
     for (int g = 0; g < groups_of(format); g++) std::memcpy(facts + 64 * g + 2 * i, &row.scale[g], 2);
     if (has_minimum(format)) std::memcpy(facts + 64 * groups_of(format) + 2 * i, &row.minimum, 2);
 }
@@ -234,7 +235,7 @@ Format native_format(Stored stored) {
 size_t block_bytes(Format format) {
     if (format == Format::BF16) return 2 * kPanel * kBlock;
     if (format == Format::F32) return 4 * kPanel * kBlock;
-    return static_cast<size_t>(2 * half_bytes(format) + 64 * groups_of(format) + (has_minimum(format) ? 64 : 0));
+    return static_cast<size_t>(code_bytes(format) + 64 * groups_of(format) + (has_minimum(format) ? 64 : 0));
 }
 
 size_t panel_bytes(Format format, int columns) {
@@ -288,14 +289,15 @@ void unpack_row(Format format, const uint8_t* packed, int row, int columns, floa
     }
     size_t step = block_bytes(format);
     for (int j = 0; j < padded / kBlock; j++, packed += step) {
-        const uint8_t *half = packed + i / kHalfRows * half_bytes(format), *facts = packed + 2 * half_bytes(format) + 2 * i;
+        const uint8_t *plane = packed + i / kHalfRows * 64, *half = plane + plane_bytes(format);
+        const uint8_t* facts = packed + code_bytes(format) + 2 * i;
         float minimum = has_minimum(format) ? half_to_float(half_at(facts + 64 * groups_of(format))) : 0.0f;
         float zero = has_minimum(format) ? 0.0f : static_cast<float>(1 << (bits - 1));
         for (int k = 0; k < kBlock; k++) {
             int s = k / 4, byte = 4 * lane + k % 4;
-            int code = bits == 8 ? half[64 * s + byte] : half[64 * (s / 2) + byte] >> (s % 2 * 4) & 15;
-            if (bits == 5) code |= (half[256 + byte] >> s & 1) << 4;
-            if (bits == 6) code |= (half[256 + 64 * (s / 4) + byte] >> (s % 4 * 2) & 3) << 4;
+            int code = bits == 8 ? half[128 * s + byte] : half[128 * (s / 2) + byte] >> (s % 2 * 4) & 15;
+            if (bits == 5) code |= (plane[byte] >> s & 1) << 4;
+            if (bits == 6) code |= (plane[128 * (s / 4) + byte] >> (s % 4 * 2) & 3) << 4;
             float scale = half_to_float(half_at(facts + 64 * (k / 16 * (groups_of(format) - 1))));
             out[j * kBlock + k] = scale * (static_cast<float>(code) - zero) + minimum;
         }

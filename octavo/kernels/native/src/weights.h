@@ -1,12 +1,14 @@
 // Packed weights: how matrices lie in memory, packing from the form they are stored in, and reading rows back.
 //
 // A matrix is cut into panels of 32 rows (zero rows at the end) and blocks of 32 columns (zero columns at the end);
-// a panel holds its blocks one after the other. A block of an integer format is, for rows 0-15 and then rows 16-31:
+// a panel holds its blocks one after the other. A block of an integer format consists of pairs of 64-byte vectors, the
+// first of a pair for rows 0-15, the second for rows 16-31, in the order in which products read them:
 //
-//   Q4*, Q5*, Q6   4 vectors of 64 bytes: byte 4 i + c of vector j holds columns 8 j + c (low bits) and 8 j + 4 + c
-//                  (high bits) of row i, 4 bits each; then for Q5* one vector whose bit s is bit 4 of column 4 s + c,
-//                  for Q6 two vectors whose bit pair s % 4 of vector s / 4 is bits 4-5 of column 4 s + c
-//   Q8             8 vectors: byte 4 i + c of vector s holds column 4 s + c plus 128
+//   Q5*            first one pair whose bit s is bit 4 of column 4 s + c of row i, at byte 4 i + c
+//   Q6             first two pairs whose bits 2 (s % 4) and up of pair s / 4 are bits 4-5 of column 4 s + c
+//   Q4*, Q5*, Q6   4 pairs: byte 4 i + c of pair j holds columns 8 j + c (low bits) and 8 j + 4 + c (high bits), 4 bits
+//                  each
+//   Q8             8 pairs: byte 4 i + c of pair s holds column 4 s + c plus 128
 //
 // then half precision scales of 32 rows (Q6: for columns 0-15, then 16-31), and for Q4M and Q5M half precision minima.
 // A weight is scale * (code - zero) with zero 8, 16, 32, 128 (Q4, Q5, Q6, Q8), or scale * code + minimum.
