@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -50,11 +50,15 @@ _EXIT_ERRORS: dict[int, type[OctavoError]] = {2: ConfigError, 3: ModelError}
 
 
 class Signal:
-    """Wakes one waiter when something has changed since it looked last."""
+    """Wakes one waiter when something has changed since it looked last.
 
-    __slots__ = ("_changed", "_waiter")
+    `listener`, if set, is asked first: True when it took care of the change, and nobody need wake.
+    """
+
+    __slots__ = ("_changed", "_waiter", "listener")
 
     def __init__(self) -> None:
+        self.listener: Callable[[], bool] | None = None
         self._changed = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -70,6 +74,8 @@ class Signal:
 
     def set(self) -> None:
         """Something has changed."""
+        if self.listener is not None and self.listener():
+            return
         self._changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -119,7 +125,8 @@ class AsyncLLM:
 
     Made by `start`, or by `open` and `launch`. Attributes once it runs: `facts`, `limits`, `numbers` (the engine's
     last ones), `last_sign` (when it last said anything), `tokenizer`, `name`. `failure` is set while there is no
-    engine any more, until the next `launch`.
+    engine any more, until the next `launch`. `on_tokens` gets requests with the number of their first tokens,
+    and for all others seconds since their last tokens, with the number of tokens that came after so long.
     """
 
     def __init__(self, config: EngineConfig, name: str, tokenizer: Tokenizer) -> None:
@@ -131,7 +138,7 @@ class AsyncLLM:
         self.last_sign = 0.0
         self.load_seconds = 0.0
         self.failure: OctavoError | None = None
-        self.on_tokens: Callable[[Stream, int, float], None] | None = None
+        self.on_tokens: Callable[[Sequence[tuple[Stream, int]], Mapping[float, int]], None] | None = None
         self.on_end: Callable[[Stream], None] | None = None
         self.on_numbers: Callable[[EngineNumbers], None] | None = None
         self._limits: ModelLimits | None = None
@@ -398,20 +405,29 @@ class AsyncLLM:
             count = len(stream.text.output.outputs[end.child].token_ids)
             if count > 1:
                 stream.paces.append((now - stream.begun[end.child]) / (count - 1))
-        for stream, count in touched.items():
-            self._wake(stream, count, now)
+        self._wake(touched, now)
 
-    def _wake(self, stream: Stream, count: int, now: float) -> None:
-        if count:
-            if self.on_tokens is not None:
-                self.on_tokens(stream, count, now)
-            stream.first_token = stream.first_token or now
-            stream.last_token = now
-            stream.tokens += count
-        if stream.finished:
-            self._streams.pop(stream.number, None)
-            self._end(stream)
-        stream.signal.set()
+    def _wake(self, touched: Mapping[Stream, int], now: float) -> None:
+        """Keep the times of streams that got so many tokens, and tell who waits for them."""
+        begun: list[tuple[Stream, int]] = []
+        gaps: dict[float, int] = {}
+        for stream, count in touched.items():
+            if count:
+                if stream.last_token:
+                    gap = now - stream.last_token
+                    gaps[gap] = gaps.get(gap, 0) + count
+                else:
+                    stream.first_token = now
+                    begun.append((stream, count))
+                stream.last_token = now
+                stream.tokens += count
+        if self.on_tokens is not None and (begun or gaps):
+            self.on_tokens(begun, gaps)
+        for stream in touched:
+            if stream.finished:
+                self._streams.pop(stream.number, None)
+                self._end(stream)
+            stream.signal.set()
 
     def _end(self, stream: Stream) -> None:
         stream.ended = stream.ended or time.monotonic()

@@ -97,17 +97,16 @@ class ServerMetrics:
         """The engine is gone: nothing runs and nothing waits."""
         self._beat = None
 
-    def tokens(self, count: int, prompt: int, since_arrival: float, since_last: float) -> None:
-        """`count` new tokens of one request, one for each of its sequences.
-
-        `since_last` 0: the first; then `prompt` is the prompt's length.
-        """
+    def first(self, count: int, prompt: int, since_arrival: float) -> None:
+        """A request got its first `count` tokens, one for each of its sequences; `prompt` is the prompt's length."""
         self.generation_tokens.add(count)
-        if since_last:
-            self.itl.observe(since_last, count)
-        else:
-            self.prompt_tokens.add(prompt)
-            self.ttft.observe(since_arrival)
+        self.prompt_tokens.add(prompt)
+        self.ttft.observe(since_arrival)
+
+    def more(self, count: int, since_last: float) -> None:
+        """Sequences got `count` more tokens, `since_last` seconds after the ones before."""
+        self.generation_tokens.add(count)
+        self.itl.observe(since_last, count)
 
     def ended(self, reason: str, prompt: int, tokens: int, seconds: float, paces: Sequence[float]) -> None:
         """One request of the engine is over. `paces`: seconds for each token after the first, by sequence."""

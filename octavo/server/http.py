@@ -6,14 +6,38 @@ The application sees only whole heads; bodies are bounded in `octavo.server.body
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD = 64 << 10
 HEAD_SECONDS = 10.0
 IDLE_SECONDS = 75.0
 STALL_SECONDS = 30.0  # with a full buffer, until the reader is taken for dead
+
+
+def chunk_writer(send: Send) -> Callable[[], Callable[[bytes], None] | None]:
+    """How to send more of a chunked body without a task: None while that is not possible.
+
+    `send` is the connection's own. It is not possible while its reader is behind or after it has gone, before the
+    response has begun, and for a `send` that is none of uvicorn's.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return lambda: None
+    flow, transport = cycle.flow, cycle.transport
+
+    def write(data: bytes) -> None:
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def ready() -> Callable[[bytes], None] | None:
+        if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return None
+        return write
+
+    return ready
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -98,6 +98,17 @@ class Job:
         )
         self.streams.append(stream)
 
+    @property
+    def flowing(self) -> bool:
+        """Whether there is one prompt, and nothing has ended or failed."""
+        stream = self.streams[0]
+        whole = stream.running == self.params.n and stream.failure is None
+        return whole and self.failure is None and len(self.streams) == 1
+
+    def listen(self, listener: Callable[[], bool]) -> None:
+        """Let `listener` take care of what is new; where it returns False, `changed` returns as ever."""
+        self._signal.listener = listener
+
     async def changed(self) -> None:
         """Return when there is something new. Raises Problem when the job failed, ClientGone when nobody listens."""
         await self._signal.wait()
@@ -143,6 +154,7 @@ class Job:
 
     def close(self) -> None:
         """Give everything back; call it once, whatever happened."""
+        self._signal.listener = None
         if self._timer is not None:
             self._timer.cancel()
         if self._watch is not None:

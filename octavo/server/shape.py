@@ -34,6 +34,9 @@ class Shape(Protocol):
     def event(self, index: int, choice: CompletionOutput, text: str, tokens: slice, first: bool, last: bool) -> bytes:
         """One entry of `choices` in an event: new text and tokens of a choice."""
 
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands around the text's JSON in an event in the middle; None when more than the text changes."""
+
 
 class Pieces:
     """Tokens as the client sees them in log-probabilities."""
@@ -91,6 +94,12 @@ class ChatShape:
         if self._token_ids:
             head += b',"token_ids":' + _json(choice.token_ids[tokens])
         return head + finish(choice, last)
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """See `Shape`."""
+        if self._alternatives is not None or self._token_ids:
+            return None
+        return b'{"index":%d,"delta":{"content":' % index, b'},"finish_reason":null}'
 
     def _logprobs(self, choice: CompletionOutput, tokens: slice) -> dict[str, Any] | None:
         if self._alternatives is None or choice.logprobs is None:
@@ -157,6 +166,12 @@ class TextShape:
         if self._token_ids:
             head += b',"token_ids":' + _json(choice.token_ids[tokens])
         return head + finish(choice, last)
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """See `Shape`."""
+        if self._alternatives is not None or self._token_ids:
+            return None
+        return b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
 
     def _lists(self, index: int, choice: CompletionOutput, tokens: slice, first: bool) -> dict[str, Any] | None:
         """The four lists for some tokens of a choice; with the first come the prompt's, when that is scored."""

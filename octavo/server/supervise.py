@@ -21,7 +21,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -234,10 +234,12 @@ class Server:
             _log.warning("%d requests were cut off.", cut)
         return CUT_SHORT if cut else 0
 
-    def _on_tokens(self, stream: Stream, count: int, now: float) -> None:
-        since_last = now - stream.last_token if stream.last_token else 0.0
-        prompt = len(stream.text.output.prompt_token_ids)
-        self._metrics.tokens(count, prompt, now - stream.arrived, max(since_last, 1e-6) if stream.last_token else 0.0)
+    def _on_tokens(self, begun: Sequence[tuple[Stream, int]], gaps: Mapping[float, int]) -> None:
+        for stream, count in begun:
+            prompt = len(stream.text.output.prompt_token_ids)
+            self._metrics.first(count, prompt, stream.first_token - stream.arrived)
+        for seconds, count in gaps.items():
+            self._metrics.more(count, seconds)
 
     def _on_end(self, stream: Stream) -> None:
         if isinstance(stream.failure, QueueFull):  # the gate counts it

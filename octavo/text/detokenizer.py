@@ -27,12 +27,14 @@ class Detokenizer:
     Options as in `Tokenizer.decode`.
     """
 
-    __slots__ = ("_tokenizer", "_hidden", "_utf8", "_spaces")
+    __slots__ = ("_tokenizer", "_hidden", "_utf8", "_spaces", "_token_text", "_inside")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, after_prompt: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        self._token_text = tokenizer.token_text
+        self._inside = False  # some bytes of a character are there
         self._hidden: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = _utf8("replace")
         self._spaces = 0 if after_prompt else tokenizer.strip_start
@@ -41,7 +43,16 @@ class Detokenizer:
         """The text that `ids` complete; may be empty."""
         token_bytes, hidden = self._tokenizer.token_bytes, self._hidden
         data = b"".join([token_bytes(index) for index in ids if index not in hidden])
-        return self._strip(self._utf8.decode(data))
+        text = self._utf8.decode(data)
+        self._inside = bool(self._utf8.getstate()[0])
+        return self._strip(text)
+
+    def push_one(self, index: int) -> str:
+        """`push` of one id; most ids are whole characters and cost little."""
+        if self._inside or self._spaces or index in self._hidden:
+            return self.push((index,))
+        text = self._token_text(index)
+        return self.push((index,)) if text is None else text
 
     def finish(self) -> str:
         """What is left at the end of the output: U+FFFD for an unfinished character, else nothing."""

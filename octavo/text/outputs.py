@@ -115,7 +115,10 @@ class RequestText:
             self._add_logprobs(completion, token, logprobs)
         detokenizer, guard = self._detokenizers[child], self._guards[child]
         if detokenizer is not None and (not ends or self._keeps_stop(token)):
-            if self._search(child, detokenizer.push((token,)), ends):
+            delta = detokenizer.push_one(token)
+            if self._checkers[child] is None:
+                completion.text += delta
+            elif self._search(child, delta, ends):
                 return True
         if ends or guard is None or not guard.push(token):
             return False
@@ -126,7 +129,6 @@ class RequestText:
         """Add new text as far as no stop string may begin in it; True when one ended the child."""
         completion, checker = self.output.outputs[child], self._checkers[child]
         if checker is None:
-            completion.text += delta
             return False
         text, stop = checker.push(delta, armed=len(completion.token_ids) > self.params.min_tokens)
         completion.text += text

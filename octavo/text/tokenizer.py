@@ -10,6 +10,7 @@ consist of them: text of users inside a template can therefore forge turns, as i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import threading
@@ -65,6 +66,7 @@ class Tokenizer:
         decoder = backend.decoder
         self._rule = piece_rule(None if decoder is None else json.loads(decoder.__getstate__()))
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.strip_start = self._rule.strip_start
 
     @classmethod
@@ -167,6 +169,19 @@ class Tokenizer:
             if token:  # ids beyond the vocabulary are not kept: there is no end of them
                 self._bytes[index] = found
         return found
+
+    def token_text(self, index: int) -> str | None:
+        """The same as text, when these bytes are whole characters by themselves; else None."""
+        try:
+            return self._texts[index]
+        except KeyError:
+            pass
+        data, text = self.token_bytes(index), None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = data.decode()
+        if index in self._bytes:
+            self._texts[index] = text
+        return text
 
     def ids_of_bytes(self, data: bytes) -> list[int]:
         """The tokens that stand for exactly these bytes."""

@@ -179,6 +179,33 @@ def test_f8_slow_readers_cost_little() -> None:
         server.until(lambda _: server.call("/debug/requests").json["seats"]["taken"] == 0)
 
 
+def test_a_slow_reader_gets_the_same_text() -> None:
+    """In larger pieces, in order, although tokens are written past its task while it keeps up."""
+    with Running("--max-model-len", "8192", "--num-gpu-blocks-override", "9000") as server:
+        body = {"prompt": "slow", "max_tokens": 6000, "ignore_eos": True, "temperature": 0}
+        whole = server.call("/v1/completions", body).json["choices"][0]["text"]
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(20)
+            sock.connect(("127.0.0.1", server.port))
+            ask = json.dumps(body | {"stream": True}).encode()
+            sock.sendall(server.head("/v1/completions", ask, {"connection": "close"}))
+            data = sock.recv(500)
+            server.idle(30)  # all tokens are there, and most of them unsent
+            while part := sock.recv(4096):
+                data += part
+    _, _, rest = data.partition(b"\r\n\r\n")
+    joined, events, largest = b"", 0, 0
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        joined, rest = joined + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    pieces = []
+    for event in joined.decode().split("\n\n")[:-2]:
+        pieces.append(json.loads(event[6:])["choices"][0]["text"])
+        events, largest = events + 1, max(largest, len(pieces[-1]))
+    assert "".join(pieces) == whole and 10 < events < 5500 and largest > 1000
+
+
 @pytest.mark.slow
 def test_f9_slow_senders_are_closed(fake: Running) -> None:
     """Idle connections and heads that drip are closed after the limit; health answers meanwhile."""
