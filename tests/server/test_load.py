@@ -95,7 +95,7 @@ def test_s14_f7_abort_storm(requests: int) -> None:
             async def one(i: int) -> bool:
                 async with live:
                     if i % 2:
-                        return await broken_stream(server, gate, rng, max_tokens=60, prompt=f"leaver {i}")
+                        return await broken_stream(server, gate, rng, max_tokens=480, prompt=f"leaver {i}")
                     return await whole_stream(server, gate, max_tokens=8, prompt=f"stayer {i}")
 
             return await asyncio.gather(*(one(i) for i in range(requests)))
