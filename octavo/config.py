@@ -40,6 +40,9 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     dtype: str = option("auto", f"weights and KV cache: {', '.join(DTYPES)}; auto is as stored")
     max_model_len: int | None = option(None, "longest sequence in tokens, prompt and output; what fits if left out")
+    quantization: str | None = option(
+        None, "fp8, int8 or int4: quantise plain weights while loading; quantised checkpoints are recognised"
+    )
     load_format: str = option("auto", "auto, or dummy for seeded random weights (config.json is enough)")
     device: str = option("auto", "cpu, cuda, torch-cpu (the CPU without native kernels), or auto")
     enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying captured CUDA graphs")
@@ -51,6 +54,8 @@ class CacheConfig:
 
     block_size: int | str = option(16, f"tokens of one KV block: {', '.join(map(str, BLOCK_SIZES))}")
     kv_cache_memory_bytes: int | None = option(None, "bytes of the KV cache; a share of the free memory if left out")
+    kv_cache_dtype: str = option("auto", "auto: as the weights; fp8: e4m3, half the bytes; int8: native CPU only")
+    kv_check: bool = option(False, "compare an FP8 KV cache with a plain one on a text at start; refuse if it is off")
     gpu_memory_utilization: float = option(0.9, "share of the card's memory for weights, steps and KV cache")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")

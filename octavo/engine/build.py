@@ -18,10 +18,13 @@ from octavo.engine.client import ModelLimits
 from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
+from octavo.quantization.scheme import Scheme, scheme_from_config
+from octavo.runner.memory import ELEMENT_BYTES
 from octavo.scheduler.records import Limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.fetch import ModelFiles, open_checkpoint, resolve_model
+from octavo.weights.gguf import GgufCheckpoint
 from octavo.weights.needs import TensorNeed
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ONLINE = ("fp8", "int8", "int4")
+"""what plain weights can be quantised to while they are loaded"""
 _TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 
 
@@ -43,6 +47,8 @@ class OpenedModel:
     needs: Sequence[TensorNeed]
     checkpoint: Checkpoint
     eos_ids: tuple[int, ...] = field(default=())
+    scheme: Scheme | None = None
+    """how the checkpoint is quantised"""
 
 
 @dataclass(slots=True)
@@ -69,14 +75,15 @@ def open_model(config: EngineConfig) -> OpenedModel:
     from octavo.model.families import spec_from_config
     from octavo.model.gguf_keys import spec_from_gguf
     from octavo.model.spec import weight_needs
-    from octavo.weights.gguf import GgufCheckpoint
     from octavo.weights.load import DummyCheckpoint, check
+    from octavo.weights.quantized import QuantizedCheckpoint
 
     if config.model.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {config.model.load_format!r}.", "Give auto or dummy.")
     dummy = config.model.load_format == "dummy"
     files = resolve_model(config.model.model, config.model.revision, weights=not dummy)
     source: Literal["hf", "gguf"]
+    scheme: Scheme | None = None
     if files.kind == "gguf":
         checkpoint: Checkpoint = GgufCheckpoint(files.path)
         with naming(files.path):
@@ -86,7 +93,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
         config_file, generation = files.path / "config.json", files.path / "generation_config.json"
         ends = read_json(generation).get("eos_token_id") if generation.exists() else None
         with naming(config_file):
-            spec = spec_from_config(read_json(config_file), ends)
+            found = read_json(config_file)
+            spec = spec_from_config(found, ends)
+            scheme = scheme_from_config(found)
         source = "hf"
     needs = weight_needs(spec, source)
     if dummy:
@@ -94,8 +103,28 @@ def open_model(config: EngineConfig) -> OpenedModel:
     elif files.kind != "gguf":
         checkpoint = open_checkpoint(files)
     with naming(files.path):
+        if scheme is not None and not dummy:
+            checkpoint = QuantizedCheckpoint(checkpoint, scheme)
         check(needs, checkpoint)
-    return OpenedModel(files, spec, needs, checkpoint, spec.eos_ids)
+    online_kind(config, scheme, dummy)
+    return OpenedModel(files, spec, needs, checkpoint, spec.eos_ids, scheme)
+
+
+def online_kind(config: EngineConfig, scheme: Scheme | None, dummy: bool = False) -> str:
+    """What plain weights are quantised to while they are loaded; "" when they stay as they are.
+
+    Raises ConfigError for a wish that the checkpoint's own quantisation does not fulfil. Dummy weights have none yet.
+    """
+    wish = (config.model.quantization or "").replace("_marlin", "")
+    if scheme is None:
+        if wish and wish not in ONLINE:
+            fix = f"Give {', '.join(ONLINE)}, or a checkpoint that is quantised so."
+            raise ConfigError(f"quantization is {wish!r}, but the weights are not quantised.", fix)
+        return wish
+    if wish and wish not in (scheme.method, scheme.kind):
+        cause = f"quantization is {wish!r}, but the checkpoint is {scheme.line()}."
+        raise ConfigError(cause, "Leave the option out.")
+    return scheme.kind if dummy else ""
 
 
 def with_ends(model: OpenedModel, ids: tuple[int, ...]) -> OpenedModel:
@@ -110,18 +139,44 @@ def run_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return DTYPES[config.model.dtype] or spec.dtype
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
-    """Bytes that one token takes in the KV cache, all layers, keys and values."""
-    return 2 * len(spec.layers) * spec.kv_heads * spec.head_dim * ELEMENT_BYTES[dtype]
+def kv_dtype(config: EngineConfig, native: bool) -> str:
+    """The type of the KV cache where it is not that of the model: "fp8", "int8" or "". ConfigError: not here."""
+    wish = config.cache.kv_cache_dtype
+    if wish not in ("auto", "fp8", "fp8_e4m3", "int8"):
+        raise ConfigError(f"kv_cache_dtype is {wish!r}.", "Give auto, fp8 or int8.")
+    kind = "" if wish == "auto" else wish.removesuffix("_e4m3")
+    if kind == "fp8" and native:
+        fix = "Give --kv-cache-dtype int8, or --device torch-cpu."
+        raise ConfigError("The native CPU engine has no KV cache in FP8.", fix)
+    if kind == "int8" and not native:
+        raise ConfigError("Only the native CPU engine has a KV cache in int8.", "Give --kv-cache-dtype fp8.")
+    if config.cache.kv_check and kind != "fp8":
+        raise ConfigError("kv_check compares an FP8 KV cache with a plain one.", "Give --kv-cache-dtype fp8 with it.")
+    return kind
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv: str = "") -> int:
+    """Bytes that one token takes in the KV cache, all layers, keys and values. `kv`: see `kv_dtype`."""
+    head = 2 * spec.head_dim * (1 if kv else ELEMENT_BYTES[dtype])
+    if kv == "int8":
+        head += 2 * 4  # a scale of its own for each key and value
+    return len(spec.layers) * spec.kv_heads * head
 
 
 def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
     """Load the weights and start an engine. Raises ConfigError, ModelError."""
     spec = model.spec
     dtype = run_dtype(config, spec)
-    model_facts = ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype), dtype)
-    if runs_native(config, spec, dtype):
+    native = runs_native(config, spec, dtype)
+    kv = kv_dtype(config, native)
+    model_facts = ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype, kv), dtype)
+    kind = online_kind(config, model.scheme, config.model.load_format == "dummy")
+    if native:
         from octavo.runner.native import build_native
+
+        if kind == "fp8":
+            fix = "Give --quantization int8, or --device torch-cpu."
+            raise ConfigError("The native CPU engine does not quantise weights to FP8.", fix)
 
         # Refused before loading; the weights will be there when the KV cache fills.
         facts = resolve(config, Hardware("cpu", max(0, free_memory() - _weight_bytes(config, model))), model_facts)
@@ -129,7 +184,8 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
             spec,
             model.needs,
             model.checkpoint,
-            dtype=dtype,
+            dtype=kind or dtype,
+            kv=kv,
             as_stored=config.model.dtype == "auto",
             blocks=facts.blocks,
             block_size=facts.block_size,
@@ -137,7 +193,7 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
             max_len=facts.max_model_len,
         )
     else:
-        runner, facts = _torch_runner(config, model, model_facts)
+        runner, facts = _torch_runner(config, model, model_facts, kind, kv == "fp8")
     _log.info("%s", facts.line())
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
 
@@ -150,18 +206,25 @@ def _weight_bytes(config: EngineConfig, model: OpenedModel) -> int:
     return sum(model.checkpoint.info(name).nbytes for name in names)
 
 
-def _torch_runner(config: EngineConfig, model: OpenedModel, model_facts: ModelFacts) -> tuple[Runner, Facts]:
+def _torch_runner(
+    config: EngineConfig, model: OpenedModel, model_facts: ModelFacts, kind: str, fp8_kv: bool
+) -> tuple[Runner, Facts]:
     """Captured graphs and Triton kernels on CUDA, else torch's own operations."""
     from octavo.runner.build import build_decoder, pick_device, torch_dtype
+    from octavo.runner.kv_scales import KvScales
     from octavo.runner.torch_runner import TorchRunner
 
+    kv = KvScales(model.checkpoint, held_ids(model), config.cache.kv_check) if fp8_kv else None
     device = pick_device(config.model.device)
     if device.type == "cuda" and model_facts.dtype != "float64" and importlib.util.find_spec("triton") is not None:
         from octavo.runner.startup import build_cuda
 
-        return build_cuda(config, model.spec, model.needs, model.checkpoint, model_facts)
+        return build_cuda(config, model.spec, model.needs, model.checkpoint, model_facts, kind, kv)
     resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
-    decoder = build_decoder(model.spec, model.needs, model.checkpoint, torch_dtype(model_facts.dtype), device)
+    dtype = torch_dtype(model_facts.dtype)
+    decoder = build_decoder(model.spec, model.needs, model.checkpoint, dtype, device, kind, fp8_kv)
+    if kv is not None:
+        kv.give(decoder)
     facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
     runner = TorchRunner(
         decoder,
@@ -171,6 +234,23 @@ def _torch_runner(config: EngineConfig, model: OpenedModel, model_facts: ModelFa
         max_len=facts.max_model_len,
     )
     return runner, facts
+
+
+def held_ids(model: OpenedModel, most: int = 512) -> list[int]:
+    """Token ids of a text that Octavo carries, for this model; numbers in their place where it has no tokenizer."""
+    from octavo.text.held import TEXT
+    from octavo.text.tokenizer import Tokenizer
+
+    most = min(most, model.spec.max_positions)
+    path = model.files.path
+    if model.files.kind == "gguf" and isinstance(model.checkpoint, GgufCheckpoint):
+        tokenizer = Tokenizer.from_gguf(model.checkpoint.metadata)
+    elif (path / "tokenizer.json").exists():
+        tokenizer = Tokenizer.from_folder(path)
+    else:
+        _log.warning("%s has no tokenizer.json: the KV cache is measured on a row of ids, not on a text.", path)
+        return [i * 7919 % model.spec.vocab_size for i in range(most)]
+    return [i for i in tokenizer.encode(TEXT, parse_special=False) if i < model.spec.vocab_size][:most]
 
 
 def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:

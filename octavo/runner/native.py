@@ -23,10 +23,12 @@ from octavo.machine import usable_cores
 from octavo.model.rotary import inverse_frequencies
 from octavo.model.spec import ModelSpec, RopeSpec
 from octavo.quantization import ggml
+from octavo.quantization.as_ggml import as_ggml
+from octavo.quantization.packed import Packed
 from octavo.runner.base import StepResult, TokenLogprobs
 from octavo.runner.edits import Edits, PromptChunk, note_edits, prompt_chunks
 from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, PlanView
-from octavo.weights.checkpoint import Array, Checkpoint, is_block_type, to_float32
+from octavo.weights.checkpoint import QUANTISED, Array, Checkpoint, is_block_type, to_float32
 from octavo.weights.load import Loaded, load
 from octavo.weights.needs import Source, TensorNeed
 
@@ -41,6 +43,7 @@ PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "f32", "int8": "q8", "int4": "q4m"}
 
 _HEAD_ROWS = 16  # rows of logits that are looked at together in a step with rare rows
+_FINE = "FINE"  # tag of numbers that are to become blocks of 8 bits
 _NO_BYTES = np.empty(0, np.uint8)
 _PAIRED = ("gate_up", "experts_gate_up")  # gate and up come one after the other
 
@@ -279,9 +282,11 @@ def _load_weights(
 ) -> None:
     """Hand every tensor to the engine. What was read of a mapped file is let go at once."""
     places, parts = _split(spec, needs)
-    packed = () if dtype == "float32" or not as_stored else [need.name for need in parts]
+    names = [] if dtype == "float32" else [need.name for need in parts]
     gate: Loaded | None = None
-    for place, part, item in zip(places, parts, load(parts, checkpoint, packed), strict=True):
+    loaded = load(parts, checkpoint, names if as_stored else (), quantised=names)
+    for place, part, item in zip(places, parts, loaded, strict=True):
+        item = _in_blocks(item)
         if place.name == "rope_factors":
             continue
         if item.array.ndim == 1:
@@ -296,7 +301,17 @@ def _load_weights(
             _add(engine, place, gate, item, dtype)
             gate = None
         for source in part.sources:
-            _give_back(checkpoint.read(source.name))
+            if checkpoint.info(source.name).dtype not in QUANTISED:
+                _give_back(checkpoint.read(source.name))
+
+
+def _in_blocks(item: Loaded) -> Loaded:
+    """A quantised matrix as GGUF blocks or, where they cannot hold it, as numbers for blocks of 8 bits."""
+    if not item.parts:
+        return item
+    part = item.parts[0]  # each need here has one source
+    array, tag = as_ggml(part) if isinstance(part, Packed) else part
+    return Loaded(item.name, array, tag if tag in PACKED else _FINE)
 
 
 def _split(spec: ModelSpec, needs: Sequence[TensorNeed]) -> tuple[list[Place], list[TensorNeed]]:
@@ -371,6 +386,8 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
     stored, wish = first.dtype, ""
     if stored not in PACKED:
         wish = "f32" if place.name == "router" else FORMATS[dtype]
+        if stored == _FINE or (wish == "q4m" and place.name in ("embed", "head")):
+            wish = "q8"
         if stored != "BF16" or wish != "bf16":
             items, stored = [_widened(item) for item in items], "F32"
     data = [np.ascontiguousarray(item.array).reshape(-1).view(np.uint8) for item in items]
@@ -380,13 +397,15 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
 
 
 def _columns(item: Loaded) -> int:
-    if is_block_type(item.dtype):
+    if item.dtype != _FINE and is_block_type(item.dtype):
         kind = ggml.BY_NAME[item.dtype]
         return int(item.array.shape[1]) // kind.nbytes * kind.block
     return int(item.array.shape[1])
 
 
 def _widened(item: Loaded) -> Loaded:
+    if item.dtype == _FINE:
+        return item._replace(dtype="F32")
     return Loaded(item.name, to_float32(item.array, item.dtype), "F32")
 
 

@@ -24,8 +24,10 @@ from octavo.errors import ConfigError
 from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
-from octavo.runner.build import torch_dtype
+from octavo.runner.build import PLAIN, online, products, quantised_weight, torch_dtype
 from octavo.runner.cuda_runner import CudaRunner
+from octavo.runner.kv_scales import KvScales
+from octavo.runner.memory import weight_bytes
 from octavo.weights.checkpoint import Array, Checkpoint, to_float32
 from octavo.weights.load import DummyCheckpoint, load
 from octavo.weights.needs import TensorNeed
@@ -34,7 +36,6 @@ _log = logging.getLogger(__name__)
 
 _STAGING = 64 << 20  # bytes of each of the two pinned buffers that weights pass through
 _GRAPH_MARGIN = 768 << 20  # bytes of all graphs themselves and of the captured mixed steps
-_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(slots=True)
@@ -91,21 +92,30 @@ class _Uploader:
 
 
 def load_params(
-    needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    needs: Sequence[TensorNeed],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "",
 ) -> dict[str, Weight]:
-    """Every tensor of the model on the device under its internal name; dummy weights are made there."""
+    """`octavo.runner.build.load_params`, faster for a CUDA device; dummy weights are made there."""
     if isinstance(checkpoint, DummyCheckpoint):
-        return dummy_params(needs, dtype, device)
+        return dummy_params(needs, dtype, device, quantization)
     uploader = _Uploader(device)
     params: dict[str, Weight] = {}
-    for item in load(needs, checkpoint):
-        stored = _PLAIN.get(item.dtype, torch.float32)
-        array = item.array if item.dtype in _PLAIN else to_float32(item.array, item.dtype)
-        params[item.name] = uploader.upload(array, stored).to(dtype)
+    for need, item in zip(needs, load(needs, checkpoint, quantised=products(needs)), strict=True):
+        if item.parts:
+            params[item.name] = quantised_weight(item, dtype, uploader.upload)
+            continue
+        stored = PLAIN.get(item.dtype, torch.float32)
+        array = item.array if item.dtype in PLAIN else to_float32(item.array, item.dtype)
+        params[item.name] = online(need, uploader.upload(array, stored).to(dtype), quantization)
     return params
 
 
-def dummy_params(needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+def dummy_params(
+    needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.device, quantization: str = ""
+) -> dict[str, Weight]:
     """Filler as `DummyCheckpoint` describes it, made on the device: other values, the same distribution."""
     generator = torch.Generator(device).manual_seed(0)
     params: dict[str, Weight] = {}
@@ -115,23 +125,35 @@ def dummy_params(needs: Sequence[TensorNeed], dtype: torch.dtype, device: torch.
             params[need.name] = tensor.fill_(1.0)
         else:
             bound = math.sqrt(3.0 / need.shape[-1])
-            params[need.name] = tensor.uniform_(-bound, bound, generator=generator)
+            params[need.name] = online(need, tensor.uniform_(-bound, bound, generator=generator), quantization)
     return params
 
 
 def build_cuda(
-    config: EngineConfig, spec: ModelSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint, model: ModelFacts
+    config: EngineConfig,
+    spec: ModelSpec,
+    needs: Sequence[TensorNeed],
+    checkpoint: Checkpoint,
+    model: ModelFacts,
+    quantization: str = "",
+    kv: KvScales | None = None,
 ) -> tuple[CudaRunner, Facts]:
-    """A runner that is ready to serve, and the numbers it runs with. Raises ConfigError for what cannot fit."""
+    """A runner that is ready to serve, and the numbers it runs with. Raises ConfigError for what cannot fit.
+
+    `quantization`: see `load_params`. `kv`: where the scales of a KV cache in FP8 come from; None for a plain one.
+    """
     timeline = Timeline()
     timeline.mark("process and imports")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch_dtype(model.dtype)
     free, total = torch.cuda.mem_get_info(device)
     memory = _Memory(config, total, min(free, int(total * _share(config))))
-    weights = sum(math.prod(need.shape) for need in needs) * dtype.itemsize
+    weights = sum(weight_bytes(needs, model.dtype, stored=checkpoint, quantization=quantization).values())
     timeline.mark("device")
     wish = memory.resolve(model, memory.budget - weights, f"{_gib(weights)} of weights")  # refuse before loading
-    decoder = Decoder(spec, load_params(needs, checkpoint, dtype, device))
+    params = load_params(needs, checkpoint, dtype, device, quantization)
+    decoder = Decoder(spec, params, fp8_kv=kv is not None)
+    if kv is not None:
+        kv.give(decoder)
     torch.cuda.synchronize(device)
     timeline.mark("weights")
     runner = CudaRunner(

@@ -8,7 +8,8 @@ parallel layers, columns for row parallel ones) costs nothing and only the touch
 
 - plain types: the tensor's shape; numpy has no bfloat16 or float8, so "BF16" comes as uint16 and "F8_*" as
   uint8, and the consumer reinterprets the bits by the dtype tag;
-- GGUF block types ("Q4_1", ...): uint8 of shape [..., bytes per row]; `quantization.ggml` has the block sizes.
+- GGUF block types ("Q4_1", ...): uint8 of shape [..., bytes per row]; `quantization.ggml` has the block sizes;
+- matrices quantised in other ways ("INT4", "INT8", "FP8"): float32; `weights.quantized` reads them as they are.
 
 `to_float32` widens either form.
 """
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.quantization import ggml
+from octavo.quantization import float8, ggml
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +44,9 @@ PLAIN_DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+
+QUANTISED = ("INT4", "INT8", "FP8")
+"""dtype tags of matrices in several pieces; see `octavo.weights.quantized`"""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -70,11 +74,13 @@ class Checkpoint(Protocol):
 
 def is_block_type(dtype: str) -> bool:
     """Whether `dtype` is a GGUF block type, that is, stored as bytes rather than as elements."""
-    return dtype not in PLAIN_DTYPES
+    return dtype not in PLAIN_DTYPES and dtype not in QUANTISED
 
 
 def to_float32(stored: Array, dtype: str) -> npt.NDArray[np.float32]:
     """The values of `stored` (a `read`, or rows of one) as float32; the last axis grows for block types."""
+    if dtype in QUANTISED:  # `read` has widened it
+        return np.asarray(stored, np.float32)
     if is_block_type(dtype):
         return ggml.dequantize(stored, dtype)
     if dtype == "BF16":
@@ -84,20 +90,4 @@ def to_float32(stored: Array, dtype: str) -> npt.NDArray[np.float32]:
     return stored.astype(np.float32)
 
 
-def _float8_table(exponent_bits: int, finite: bool) -> npt.NDArray[np.float32]:
-    """All 256 values of an 8-bit float. `finite`: no infinities and one NaN code a sign (the "FN" kind)."""
-    code = np.arange(256)
-    mantissa_bits = 7 - exponent_bits
-    exponent = (code & 127) >> mantissa_bits
-    mantissa = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    bias = (1 << (exponent_bits - 1)) - 1
-    value = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
-    top = (1 << exponent_bits) - 1
-    if finite:
-        value = np.where((code & 127) == 127, np.nan, value)
-    else:
-        value = np.where(exponent == top, np.where(mantissa == 0, np.inf, np.nan), value)
-    return np.where(code < 128, value, -value).astype(np.float32)
-
-
-_FLOAT8_TABLES = {"F8_E4M3": _float8_table(4, finite=True), "F8_E5M2": _float8_table(5, finite=False)}
+_FLOAT8_TABLES = {"F8_E4M3": float8.E4M3, "F8_E5M2": float8.E5M2}

@@ -19,27 +19,42 @@ from tqdm import tqdm
 
 from octavo.errors import ModelError, invariant
 from octavo.quantization import ggml
-from octavo.weights.checkpoint import PLAIN_DTYPES, Array, Checkpoint, TensorInfo, is_block_type, to_float32
+from octavo.quantization.packed import Packed, join
+from octavo.weights.checkpoint import (
+    PLAIN_DTYPES,
+    QUANTISED,
+    Array,
+    Checkpoint,
+    TensorInfo,
+    is_block_type,
+    to_float32,
+)
 from octavo.weights.needs import Source, TensorNeed
+from octavo.weights.quantized import packed_tensor
 
 _log = logging.getLogger(__name__)
 
 _SHOWN = 10
+_NOTHING = np.empty(0, np.float32)
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 # Tensors that files carry although the model computes them: rotary frequencies, masks, a tied head.
-_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$|^output\.weight$")
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$|^output\.weight$|\.[kv](_proj\.[kv])?_scale$"
+)
 
 
 class Loaded(NamedTuple):
     """One tensor of the model. `array` may be a read-only view of a file: copy it to keep it.
 
-    `dtype` is a tag of `weights.checkpoint`: "BF16" comes as uint16, block types as bytes.
+    `dtype` is a tag of `weights.checkpoint`: "BF16" comes as uint16, block types as bytes. "QUANTISED" comes as
+    `parts`, whose rows come one after the other: one matrix where they could be joined; plain ones with their tag.
     """
 
     name: str
     array: Array
     dtype: str
+    parts: tuple[Packed | tuple[Array, str], ...] = ()
 
 
 def check(needs: Sequence[TensorNeed], checkpoint: Checkpoint) -> None:
@@ -71,25 +86,34 @@ def check(needs: Sequence[TensorNeed], checkpoint: Checkpoint) -> None:
         _log.warning("%d tensors of the checkpoint are not used: %s", len(extra), _some(extra))
 
 
-def delivered_dtype(need: TensorNeed, checkpoint: Checkpoint, packed: Collection[str] = ()) -> str:
+def delivered_dtype(
+    need: TensorNeed, checkpoint: Checkpoint, packed: Collection[str] = (), quantised: Collection[str] = ()
+) -> str:
     """The dtype tag that `load` will deliver for `need`.
 
+    "QUANTISED" where a source is, and the need is named in `quantised`; else it is widened to "F32".
     Plain types stay as stored. Block types are widened to "F32", except for needs named in `packed`. Sources
     of different types are always widened to "F32", since they could not be joined otherwise, and so is what gets
     an offset.
     """
     kinds = {checkpoint.info(source.name).dtype for source in need.sources}
+    if not kinds.isdisjoint(QUANTISED):
+        return "QUANTISED" if need.name in quantised else "F32"
     kind = kinds.pop()
     widen = kinds or need.offset or (is_block_type(kind) and need.name not in packed)
     return "F32" if widen else kind
 
 
 def load(
-    needs: Sequence[TensorNeed], checkpoint: Checkpoint, packed: Collection[str] = ()
+    needs: Sequence[TensorNeed],
+    checkpoint: Checkpoint,
+    packed: Collection[str] = (),
+    quantised: Collection[str] = (),
 ) -> Iterator[Loaded]:
     """Yield every need as one array, after `check`.
 
-    `packed` holds the internal names of tensors wanted as packed blocks; `delivered_dtype` tells what comes.
+    `packed` holds the internal names of tensors wanted as packed blocks, `quantised` of those that may come as
+    `Loaded.parts`; `delivered_dtype` tells what comes.
     A progress bar counts bytes when standard error is a terminal.
     """
     check(needs, checkpoint)
@@ -97,9 +121,32 @@ def load(
     # disable=None: tqdm shows nothing when the output is no terminal.
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading weights", disable=None) as bar:
         for need, size in zip(needs, sizes, strict=True):
-            dtype = delivered_dtype(need, checkpoint, packed)
-            yield Loaded(need.name, _assemble(need, checkpoint, dtype), dtype)
+            dtype = delivered_dtype(need, checkpoint, packed, quantised)
+            if dtype == "QUANTISED":
+                yield Loaded(need.name, _NOTHING, dtype, _parts(need, checkpoint))
+            else:
+                yield Loaded(need.name, _assemble(need, checkpoint, dtype), dtype)
             bar.update(size)
+
+
+def _parts(need: TensorNeed, checkpoint: Checkpoint) -> tuple[Packed | tuple[Array, str], ...]:
+    """The sources of a need of which some are quantised, as one matrix if they can be stored in one."""
+    parts: list[Packed | tuple[Array, str]] = []
+    for source in need.sources:
+        dtype = checkpoint.info(source.name).dtype
+        if dtype not in QUANTISED:
+            widen = "F32" if is_block_type(dtype) else dtype
+            parts.append((_as(_take(source, checkpoint), dtype, widen), widen))
+            continue
+        matrix = packed_tensor(checkpoint, source.name)
+        if source.rows:
+            matrix = matrix.take_rows(*source.rows)
+        if source.columns:
+            matrix = matrix.take_columns(*source.columns)
+        parts.append(matrix)
+    matrices = [part for part in parts if isinstance(part, Packed)]
+    joined = join(matrices) if len(matrices) == len(parts) > 1 else None
+    return tuple(parts) if joined is None else (joined,)
 
 
 def _assemble(need: TensorNeed, checkpoint: Checkpoint, dtype: str) -> Array:
@@ -162,7 +209,7 @@ def _unfit(source: Source, info: TensorInfo) -> str:
         block = ggml.BY_NAME[info.dtype].block
         if source.columns and (source.columns[0] % block or source.columns[1] % block):
             return f"cannot be split at columns {source.columns}: {info.dtype} has blocks of {block}"
-    elif info.dtype not in _FLOATS:
+    elif info.dtype not in _FLOATS + QUANTISED:
         return f"has the type {info.dtype}, which is not a weight that Octavo reads"
     return ""
 

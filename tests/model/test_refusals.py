@@ -163,7 +163,6 @@ def test_config_and_weights_of_different_sizes(folder: Path) -> None:
         ({"eos_token_id": 97}, "eos_token_id"),
         ({"dtype": "int8"}, "int8"),
         ({"dtype": ["float32"]}, "dtype"),
-        ({"quantization_config": {"quant_method": "magic"}}, "quantised"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"attention_bias": 1}, "attention_bias"),
         ({"architectures": []}, "architecture"),

@@ -38,7 +38,9 @@ EDGES: dict[str, tuple[str, ...] | None] = {
     "metrics": (),
     "engine": ("scheduler", "runner", "metrics"),
     # Where an engine is put together, and the offline front end, which adds the text.
-    "engine.build": ("scheduler", "runner", "metrics", "model", "weights"),
+    "engine.build": (
+        "scheduler", "runner", "metrics", "model", "weights", "quantization.scheme", "text.held", "text.tokenizer",
+    ),
     "engine.llm": ("scheduler", "runner", "metrics", "model", "weights", "text"),
     # The client side of an engine process, with the text; the process itself has none.
     "engine.async_llm": ("scheduler.records", "metrics", "text", "weights"),

@@ -139,7 +139,6 @@ def llama_like(
     `head_dim`, `theta`: used when the config is silent. `windows`: one for each layer. `layer` gives the biases and
     norms of a layer; None reads `attention_bias` and `mlp_bias`. Its MLP's size always comes from the config.
     """
-    refuse(config.get("quantization_config"), "quantised weights")
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     kv_heads = size(config, "num_key_value_heads", heads)
     dim = size(config, "head_dim", head_dim or max(hidden // heads, 1))
