@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="measured repetitions of each workload")
     parser.add_argument("--dtype", default="auto", help="weights and KV cache")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights")
-    parser.add_argument("--threads", type=int, help="CPU threads of both engines; all cores if left out")
+    parser.add_argument("--threads", type=int, help="cores that both engines may use; all if left out")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of one KV block")
     parser.add_argument("--max-num-seqs", type=int, help="most sequences at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, help="most tokens of one step")
@@ -51,10 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    import torch
-
     if args.threads:
-        torch.set_num_threads(args.threads)
+        _keep_to(args.threads)
     names = [name.strip() for name in args.workloads.split(",")]
     for name in names:
         build(name)  # refuse unknown names before loading
@@ -68,11 +66,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _keep_to(cores: int) -> None:
+    """Let this process run on so many of its cores only; engines take as many threads as there are cores."""
+    import os
+
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 1 <= cores <= len(allowed):
+        raise ConfigError(f"threads is {cores}.", f"Give 1 to {len(allowed)}.")
+    os.sched_setaffinity(0, allowed[:cores])
+
+
 def report(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
     """Everything that a reader of the numbers must know."""
+    import os
     import platform
-
-    import torch
 
     from octavo.machine import cpu_info
 
@@ -81,7 +88,7 @@ def report(args: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
         "command": "octavo bench offline",
         "options": {name: str(value) for name, value in vars(args).items() if value is not None},
         "machine": {"cpu": cpu.model, "cores": cpu.physical, "python": platform.python_version()},
-        "torch": {"version": torch.__version__, "threads": torch.get_num_threads()},
+        "threads": len(os.sched_getaffinity(0)),
         "rows": [asdict(row) for row in rows],
     }
 
@@ -101,7 +108,7 @@ def _measure(args: argparse.Namespace, name: str) -> list[Row]:
         skip_tokenizer_init=True,
         **{key: value for key, value in options.items() if value is not None},
     )
-    generate(llm, build("A", 1000))  # warm up
+    generate(llm, build(name, 1000))  # warm up, and take the memory that the workload needs
     rows, kept = [], []
     for repetition in range(args.repetitions):
         seconds, outputs, details = generate(llm, build(name, repetition))

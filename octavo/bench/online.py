@@ -167,21 +167,23 @@ async def ask(host: str, port: int, key: str | None, request: BenchRequest) -> S
             now = time.perf_counter()
             if event == b"[DONE]":
                 sample.whole = True
-            elif event.startswith(b'{"id"'):
+            elif event.startswith(b"{"):
                 last = _take(sample, json.loads(event), begin, last, now)
         sample.seconds = time.perf_counter() - begin
+        sample.tokens = sample.tokens or len(sample.gaps) + bool(sample.ttft)
     finally:
         writer.close()
     return sample
 
 
 def _take(sample: Sample, event: dict[str, Any], begin: float, last: float, now: float) -> float:
-    """Take an event in; returns the time of the last tokens."""
+    """Take an event of any OpenAI-compatible server in; returns the time of the last tokens."""
     usage = event.get("usage")
     if usage:
         sample.tokens, sample.prompt = usage["completion_tokens"], usage["prompt_tokens"]
-        sample.cached = usage["prompt_tokens_details"]["cached_tokens"]
-    if not event["choices"]:
+        sample.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    choices = event.get("choices")
+    if not choices or (choices[0].get("finish_reason") and not choices[0].get("text")):
         return last
     if last == begin:
         sample.ttft = now - begin

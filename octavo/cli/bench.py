@@ -7,6 +7,7 @@ from importlib import import_module
 
 SUBCOMMANDS = {
     "offline": "throughput of LLM.generate on fixed workloads, beside a rival if wished",
+    "versus": "the CPU workloads A-E on several engines, in process or over HTTP, and the ratios between them",
     "latency": "time of one batch: to the first token, between tokens, and in all",
     "gpu": "the GPU workloads W1-W5 on real model shapes with dummy weights, beside stored figures of rivals",
     "host": "CPU time that the scheduler takes for one step",
