@@ -165,15 +165,11 @@ def help_text(model: str | None) -> list[int]:
     """Python's help topics as ids of the model's tokenizer."""
     from pydoc_data.topics import topics
 
-    from octavo.text.tokenizer import Tokenizer
-    from octavo.weights.fetch import resolve_model
-    from octavo.weights.gguf import GgufCheckpoint
+    from octavo.config import engine_config
+    from octavo.engine.build import open_model
+    from octavo.engine.llm import open_tokenizer
 
-    files = resolve_model(model, None, weights=True)
-    gguf = files.kind == "gguf"
-    tokenizer = (
-        Tokenizer.from_gguf(GgufCheckpoint(files.path).metadata) if gguf else Tokenizer.from_folder(files.path)
-    )
+    tokenizer = open_tokenizer(open_model(engine_config(model=model)[0]))
     return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
 
 

@@ -56,7 +56,7 @@ class LLM:
         for notice in notices:
             _log.warning("%s", notice)
         opened = open_model(config)
-        self.tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
+        self.tokenizer = None if skip_tokenizer_init else open_tokenizer(opened)
         if self.tokenizer is not None:
             opened = with_ends(opened, self.tokenizer.eos_ids)
         self.name = opened.files.name
@@ -338,7 +338,8 @@ class LLM:
             self._take_in(TokenBatch.of_ends(self._engine.scheduler.take_ended()), touched)
 
 
-def _tokenizer(model: OpenedModel) -> Tokenizer:
+def open_tokenizer(model: OpenedModel) -> Tokenizer:
+    """The tokenizer that belongs to a model. Raises ModelError."""
     metadata = getattr(model.checkpoint, "metadata", None)
     with naming(model.files.path):
         if model.files.kind == "gguf":
