@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Prompt tokens of one step for each row that decodes in it, by device: measured in docs/design.md, for the CPU only.
+MIXED_PREFILL = {"cpu": 2}
+
 ONLINE = ("fp8", "int8", "int4")
 """what plain weights can be quantised to while they are loaded"""
 _TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
@@ -291,6 +294,7 @@ def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner
             watermark=facts.watermark,
             policy=facts.policy,
             low_first=facts.low_first,
+            mixed_prefill=MIXED_PREFILL.get(facts.device, 0),
         )
     )
     limits = ModelLimits(vocab_size, facts.max_model_len, facts.block_size, eos_ids, facts.prefix_cache)

@@ -11,7 +11,7 @@ import numpy as np
 from octavo.scheduler.features import prompt_words, rare_words, set_up_block
 from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
 from octavo.scheduler.policy import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from octavo.scheduler.records import I32, I64, Step
+from octavo.scheduler.records import I32, I64, MIXED_FLOOR, Step
 from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREFILL, SHARED_TAIL, Sequence
 from octavo.scheduler.state import NO_BLOCKS, SchedulerState
 
@@ -41,6 +41,8 @@ class Planner:
         if self.limits.policy == "priority":
             self._make_way()
         rows, start, flags = self._plan_decodes()
+        if len(rows) and self.limits.mixed_prefill:  # who decodes must not wait long for those who come
+            self.budget = min(self.budget, max(MIXED_FLOOR, self.limits.mixed_prefill * len(rows)))
         for row in state.by_order((slots.state == PREFILL).nonzero()[0]):
             if self.budget == 0:
                 break

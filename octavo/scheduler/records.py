@@ -16,6 +16,8 @@ I64 = NDArray[np.int64]
 # Words of EXTRAS that the fixed parts of one request may take (see `octavo.types` for its limits).
 EXTRAS_WORDS = 24576
 
+MIXED_FLOOR = 32
+
 # Why a sequence ended; 0 means that it goes on.
 RUNNING, STOP, LENGTH, ABORT, ERROR, TIMEOUT = range(6)
 REASONS = ("", "stop", "length", "abort", "error", "timeout")
@@ -25,7 +27,8 @@ REASONS = ("", "stop", "length", "abort", "error", "timeout")
 class Limits:
     """What the scheduler may use. `blocks` counts the padding block; `watermark` blocks stay free at admission.
 
-    max_num_batched_tokens: tokens of one step.
+    max_num_batched_tokens: tokens of one step. mixed_prefill: while rows decode, the host feeds at most so many
+    tokens for each of them in one step, but may always feed `MIXED_FLOOR`; 0: as many as the step takes.
     """
 
     max_num_seqs: int
@@ -38,6 +41,7 @@ class Limits:
     watermark: int = 0
     policy: str = "fcfs"
     low_first: bool = False
+    mixed_prefill: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:

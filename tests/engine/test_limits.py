@@ -197,3 +197,19 @@ def test_async_llm_deadline_caps_and_times() -> None:
             await llm.close()
 
     asyncio.run(use())
+
+
+def test_who_decodes_does_not_wait_for_long_prompts() -> None:
+    """On the CPU a step feeds few prompt tokens while rows decode, and as many as it takes when none does."""
+    clocked = Clocked()
+    stats = clocked.engine.scheduler.stats
+    clocked.submit(0, [70] * 128)
+    fed = []
+    for step in range(12):
+        before = stats.prompt_tokens_computed
+        if step == 2:
+            clocked.submit(1, [71] * 200)
+        clocked.step()
+        fed.append(stats.prompt_tokens_computed - before)
+    assert fed == [64, 64, 32, 32, 32, 32, 32, 32, 8, 0, 0, 0]
+    assert clocked.tokens[0] == 11 and clocked.tokens[1] == 4
