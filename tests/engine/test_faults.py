@@ -107,6 +107,20 @@ def test_a_request_that_can_never_fit_is_refused_at_once(decoder):
     assert engine.reasons == {(1, 0): "length"}
 
 
+@pytest.mark.parametrize("length", [63, 64, 65, 200])
+def test_a_prompt_above_the_token_budget_is_served(decoder, length):
+    """Case B-36: in chunks, with the tokens that a large budget gives."""
+    ids = [3 + i * 7 % 100 for i in range(length)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    tokens = []
+    for budget in (64, 2048):
+        engine = TinyEngine(decoder, budget=budget, max_len=512, seqs=4)
+        engine.submit(1, ids, params)
+        engine.run()
+        tokens.append(engine.tokens[1, 0])
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+
+
 def test_token_id_zero_is_a_prompt(decoder):
     engine = TinyEngine(decoder)  # case B-21
     engine.submit(0, [0], GREEDY)

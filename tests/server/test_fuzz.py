@@ -58,10 +58,17 @@ def incomplete(data: bytes) -> bool:
     return bool(lengths) and lengths[0].isdigit() and len(body) < int(lengths[0])
 
 
-@pytest.mark.parametrize("requests", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_s6_fuzz(requests: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "python"),
+    [
+        (1500, ("-O",)),
+        pytest.param(10_000, (), marks=pytest.mark.slow),
+        pytest.param(10_000, ("-O",), marks=pytest.mark.slow),
+    ],
+)
+def test_s6_fuzz(requests: int, python: tuple[str, ...]) -> None:
     """No 5xx but 503 and a deadline's 504, no hang, no restart, no growth, the canary the same every 100 requests."""
-    with Running(*OPTIONS, python=("-O",)) as server:
+    with Running(*OPTIONS, python=python) as server:
         canary = server.call("/v1/completions", CANARY).json["choices"]
         rng = random.Random(20)
         seen: Counter[str] = Counter()

@@ -112,6 +112,28 @@ def test_s14_f7_abort_storm(requests: int) -> None:
         assert abs(server.files() - files) <= 5
 
 
+def test_f7_500_clients_leave_in_one_instant() -> None:
+    """Nothing of theirs is left, and the streams of others come to their end."""
+    options = ("--max-num-seqs", "600", "--max-model-len", "8192", "--num-gpu-blocks-override", "90000")
+    with Running(*options, fake="fake:20") as server:
+
+        async def run() -> list[bool]:
+            gate = asyncio.Semaphore(100)
+            leavers = [await open_stream(server, gate, max_tokens=8000) for _ in range(500)]
+            await asyncio.gather(*(reader.read(1) for reader, _ in leavers))
+            others = [asyncio.create_task(whole_stream(server, gate, max_tokens=50)) for _ in range(8)]
+            await asyncio.sleep(0.5)
+            for _, writer in leavers:
+                writer.transport.abort()
+            return await asyncio.gather(*others)
+
+        assert all(asyncio.run(run()))
+        server.idle()
+        ended = counts(server.metrics())
+        assert (ended["abort"], ended["length"], ended["error"]) == (500, 8, 0)
+        assert server.call("/debug/requests").json["seats"]["taken"] == 0
+
+
 def test_b38_requests_that_were_cancelled_while_queued_do_not_run() -> None:
     with Running("--max-num-seqs", "4", "--max-model-len", "2048", fake="fake:5") as server:
         before = server.metrics()["octavo:engine_generated_tokens_total"]

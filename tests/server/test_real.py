@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -50,6 +52,30 @@ def test_b01_streamed_text_equals_whole_text(real: Running) -> None:
         assert joined(events) == whole["choices"][0]["text"]
         assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
         assert all("\ufffd" not in event["choices"][0]["text"] for event in events[:-2])
+
+
+@pytest.mark.slow
+def test_200_seeded_prompts_streamed_equal_whole(real: Running) -> None:
+    """FEATURES S10, byte for byte: texts and chats, greedy and drawn, odd characters, many at a time."""
+    rng = random.Random(200)
+    words = [*"time year people way day man thing life child world".split(), "日本", "😀", "naïve", "\n", "{", "\t"]
+
+    def one(i: int) -> bool:
+        text = " ".join(rng_words[i])
+        body: dict[str, Any] = {"max_tokens": 24, "seed": i, "temperature": (0, 0.8, 1.5)[i % 3]}
+        if i % 5 == 0:
+            body["stop"] = ["the", "\n\n"]
+        if i % 2:
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": text}]
+        else:
+            path, body["prompt"] = "/v1/completions", text
+        events = joined(real.events(path, body))
+        choice = real.call(path, body).json["choices"][0]
+        return events == (choice["message"]["content"] if i % 2 else choice["text"])
+
+    rng_words = [rng.choices(words, k=rng.randrange(3, 30)) for _ in range(200)]
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(one, range(200)))
 
 
 def test_b09_seeded_samples_differ_and_repeat(real: Running) -> None:

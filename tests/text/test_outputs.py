@@ -126,3 +126,16 @@ def test_periods_and_counts_of_the_loop_guard():
     assert length([7] * 100, min_pattern_size=3, min_count=2) == 6
     assert length(list(range(50)) + [9, 8] * 20, min_count=3) == 56
     assert length(list(range(3000)) + [5] * 9) == 3008
+
+
+def test_ids_of_the_padded_vocabulary_have_no_text(tokenizer):
+    """Case B-57: the head can be wider than the tokenizer; such an id adds nothing, also to log-probabilities."""
+    request = RequestText("0", None, [1], SamplingParams(max_tokens=9, logprobs=1), tokenizer)
+    entry = SimpleNamespace(chosen=-0.5, rank=1, ids=[60_000], values=[-0.5])
+    for token in (*tokenizer.encode("one"), 60_000, *tokenizer.encode(" two"), 49_152):
+        entry.ids = [token]
+        assert not request.push(0, token, entry, ends=False)
+    request.end(0, "length")
+    output = request.output.outputs[0]
+    assert output.text == "one two" and len(output.token_ids) == len(output.logprobs) == 4
+    assert output.logprobs[1][60_000].decoded_token == ""
