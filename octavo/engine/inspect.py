@@ -48,7 +48,7 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
         "live_tokens": now.slots - now.waste,
         "waste_tokens": now.waste,
         "owners": pool.ref[1:].tolist(),
-        "cached": [block for block, key in enumerate(pool.key) if key is not None],
+        "cached": pool.index.blocks(),
         "tables": tables,
         "last_preemption": None if state.last_preemption is None else asdict(state.last_preemption),
     }

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from octavo.errors import invariant
-from octavo.scheduler.keys import chain_keys
 from octavo.scheduler.slots import ENDING, SHARED_TAIL, WAITING
 from octavo.scheduler.state import SchedulerState
 
@@ -29,10 +28,10 @@ def regroup(state: SchedulerState, request_id: int, choices: Items[tuple[int, in
     invariant(all(slots.in_flight[row] == 0 for row in running), "beams are regrouped when their tokens are there")
     parents = {}
     for row in running:
-        state.publish_generated(row)
+        state.publish_generated(row, keys=True)
         sequence = slots.sequence(row)
         ids = state.history[slots.device_row[row], : slots.known[row] - 1].copy()
-        parents[int(slots.child[row])] = (ids, state.blocks_of(row).copy(), list(sequence.keys))
+        parents[int(slots.child[row])] = (ids, state.blocks_of(row).copy(), sequence.keys)
     for parent, _ in choices:
         state.pool.hold(parents[parent][1])
     for row in running:
@@ -46,9 +45,8 @@ def regroup(state: SchedulerState, request_id: int, choices: Items[tuple[int, in
         sequence.ids = np.append(ids, np.int32(token))
         sequence.forked, sequence.admitted = blocks.copy(), True
         if state.pool.prefix_cache:
-            last = keys[-1] if keys else sequence.request.root
-            rest = sequence.ids[len(keys) * state.limits.block_size :]
-            sequence.keys = keys + chain_keys(last, rest, state.limits.block_size)
+            sequence.keys = keys
+            state.add_keys(sequence, sequence.ids)
         slots.known[row] = len(sequence.ids)
         slots.computed[row] = len(ids)
         slots.flags[row] |= SHARED_TAIL

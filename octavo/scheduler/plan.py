@@ -24,8 +24,9 @@ Device row 0 and block 0 are padding and never named by a plan.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ VERSION = 1
 HEADER_WORDS = 32
 SECTIONS = ("rows", "table", "copies", "swap_out", "swap_in", "params", "extras", "tokens")
 WIDTHS = (4, 3, 2, 2, 2, 16, 1, 1)
-_UNUSED = [0] * (HEADER_WORDS - 8 - 2 * len(SECTIONS))
+_HEADER = struct.Struct(f"<{8 + 2 * len(SECTIONS)}i{4 * (HEADER_WORDS - 8 - 2 * len(SECTIONS))}x")
 
 # Row flags.
 SAMPLE = 1  # the row's gap closes in this step: sample one token
@@ -93,7 +94,7 @@ class PlanDraft:
     tokens: list[I32] = field(default_factory=list)
     table_writes: int = 0
 
-    def write_table(self, device_rows: I64 | int, columns: I64 | I32 | int, blocks: I32) -> None:
+    def write_table(self, device_rows: I64 | int, columns: I64 | int, blocks: I64) -> None:
         """Add block-table writes; scalars hold for all `blocks`."""
         items = np.empty((len(blocks), 3), np.int32)
         items[:, 0], items[:, 1], items[:, 2] = device_rows, columns, blocks
@@ -104,22 +105,27 @@ class PlanDraft:
         """True when nothing but rows could be in the plan."""
         return not (self.table or self.copies or self.swap_out or self.swap_in or self.params)
 
-    def encode(self, columns: tuple[I64, I64, I64, I64], decode_rows: int) -> I32:
-        """The plan as one int32 buffer. The four columns of ROWS have one entry a row, decode rows first."""
-        rows, length = len(columns[0]), columns[2]
+    def encode(self, columns: Sequence[I64] | I64, decode_rows: int) -> I32:
+        """The plan as one int32 buffer. `columns` are the four of ROWS, decode rows first."""
+        rows = len(columns[0])
         token_words = sum(map(len, self.tokens))
-        sizes = (
-            4 * rows, 3 * self.table_writes, len(self.copies), len(self.swap_out), len(self.swap_in),
-            PARAM_WORDS * len(self.params), len(self.extras), token_words,
+        longest = max(columns[2][decode_rows:].tolist(), default=min(rows, 1))
+        counts = (
+            rows, self.table_writes, len(self.copies) // 2, len(self.swap_out) // 2, len(self.swap_in) // 2,
+            len(self.params), len(self.extras), token_words,
         )  # fmt: skip
-        longest = int(length[decode_rows:].max()) if self.tokens else min(rows, 1)
-        *offsets, total = accumulate(sizes, initial=HEADER_WORDS)
+        at = HEADER_WORDS
+        places: list[int] = []
+        for count, width in zip(counts, WIDTHS, strict=True):
+            places += (at, count)
+            at += count * width
+        out = np.empty(at, np.int32)
         tokens = decode_rows + token_words
-        header = [MAGIC, VERSION, self.step & 0x7FFFFFFF, rows, tokens, decode_rows, longest, total]
-        for offset, size, width in zip(offsets, sizes, WIDTHS, strict=True):
-            header += (offset, size // width)
-        header += _UNUSED
-        parts: list[I32 | I64] = [np.array(header), *columns, *self.table]
+        step = self.step & 0x7FFFFFFF
+        _HEADER.pack_into(out.data, 0, MAGIC, VERSION, step, rows, tokens, decode_rows, longest, at, *places)
+        end = HEADER_WORDS + 4 * rows
+        out[HEADER_WORDS:end].reshape(4, rows)[:] = columns
+        parts: list[I32] = list(self.table)
         for words in (self.copies, self.swap_out, self.swap_in):
             if words:
                 parts.append(np.array(words, np.int32))
@@ -127,7 +133,9 @@ class PlanDraft:
         if self.extras:
             parts.append(np.array(self.extras, np.int32))
         parts += self.tokens
-        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+        if parts:
+            np.concatenate(parts, out=out[end:])
+        return out
 
 
 class PlanView:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.scheduler.features import prompt_words, rare_words, set_up_block
+from octavo.scheduler.keys import KEY_BYTES
 from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
 from octavo.scheduler.policy import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from octavo.scheduler.records import I32, I64, MIXED_FLOOR, Step
+from octavo.scheduler.prefix import NO_BLOCKS
+from octavo.scheduler.records import I64, MIXED_FLOOR, Step
 from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREFILL, SHARED_TAIL, Sequence
-from octavo.scheduler.state import NO_BLOCKS, SchedulerState
+from octavo.scheduler.state import SchedulerState
 
 # Answers of `_try_admit`.
 ADMITTED, NOT_NOW, NO_ROOM = range(3)
@@ -29,7 +31,7 @@ class Planner:
         self.slots, self.pool, self.queue = state.slots, state.pool, state.queue
         self.draft = PlanDraft(state.step)
         self.chunks: list[tuple[int, int, int, int]] = []  # row, start, length, flags of rows that the host feeds
-        self.published: list[tuple[int, list[int]]] = []
+        self.published: list[tuple[int, I64]] = []
         self.budget = state.limits.max_num_batched_tokens
         self.mark = state.pool.mark
         self.rewritten: set[int] = set()  # published blocks that a last owner writes again in this plan
@@ -56,24 +58,22 @@ class Planner:
     def _finish(self, rows: I64, start: I64, flags: I64) -> Step:
         """The step from its decode rows, and from what was gathered in `draft` and `chunks`."""
         slots, count = self.slots, len(rows)
-        length = np.ones(count, np.int64)
-        flags = (flags & IS_RARE) | SAMPLE
-        samples = np.arange(count)
-        if self.chunks:
-            fed = np.array(self.chunks).T
-            rows, start, length, flags = (
-                np.concatenate(pair) for pair in zip((rows, start, length, flags), fed, strict=True)
-            )
-            samples = (flags & SAMPLE).nonzero()[0]
+        columns = self.state.scratch[:, : count + len(self.chunks)]
+        columns[0, :count], columns[1, :count], columns[2, :count] = rows, start, 1
+        columns[3, :count] = (flags & IS_RARE) | SAMPLE
+        for i, chunk in enumerate(self.chunks):
+            columns[:, count + i] = chunk
+        rows, end, length, flags = columns[0].copy(), columns[1] + columns[2], columns[2], columns[3]
+        samples = (flags & SAMPLE).nonzero()[0] if self.chunks else np.arange(count)
         slots.in_flight[rows] += 1
-        device_rows = slots.device_row[rows]
-        words = self.draft.encode((device_rows, start, length, flags), count)
+        device_rows = columns[0] = slots.device_row[rows]
+        words = self.draft.encode(columns, count)
         if self.queue.fair:
             self._charge(rows, length, flags)
         self.stats.steps += 1
         self.stats.block_copies += len(self.draft.copies) // 2
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.usable - self.pool.free)
-        return Step(self.state.step, words, rows, device_rows, start + length, samples, self.published)
+        return Step(self.state.step, words, rows, device_rows, end, samples, self.published)
 
     def _charge(self, rows: I64, length: I64, flags: I64) -> None:
         """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
@@ -106,10 +106,9 @@ class Planner:
             rows = rows[np.lexsort((slots.order[rows], slots.last_step[rows]))[: self.budget]]
             rows.sort()
         computed, flags = slots.computed[rows], slots.flags[rows]
-        special = (computed & self.state.mask) == 0
-        special |= (flags & SHARED_TAIL) > 0
+        special = (flags & SHARED_TAIL) | ((computed & self.state.mask) == 0)
         if np.count_nonzero(special):
-            out = self._place(rows[special])
+            out = self._place(rows[special.nonzero()[0]])
             if out or self.held_back:
                 rows = rows[(slots.state[rows] == DECODE) & ~np.isin(rows, out)]
                 computed, flags = slots.computed[rows], slots.flags[rows]
@@ -118,7 +117,9 @@ class Planner:
         known = computed + 2
         slots.known[rows] = known
         slots.last_step[rows] = self.state.step
-        slots.state[rows[known >= slots.limit[rows]]] = ENDING
+        last = known >= slots.limit[rows]
+        if np.count_nonzero(last):
+            slots.state[rows[last]] = ENDING
         return rows, computed, flags
 
     def _place(self, rows: I64) -> list[int]:
@@ -171,7 +172,7 @@ class Planner:
             return True
         return self._unshare_in_place(row, block)
 
-    def _unshare_in_place(self, row: int, block: I32) -> bool:
+    def _unshare_in_place(self, row: int, block: I64) -> bool:
         """Let the last owner of a block write into it; False when it has others."""
         if self.pool.ref[block[0]] > 1:
             return False
@@ -295,7 +296,8 @@ class Planner:
             # The last token is always computed: somebody must yield the logits after it.
             # Who wants log-probabilities of its prompt computes all of it.
             if sequence.request.prompt_logprobs < 0:
-                hit = pool.match(sequence.keys[: (known - 1) >> self.state.shift])
+                keys = sequence.keys[: KEY_BYTES * ((known - 1) >> self.state.shift)]
+                hit = pool.match(keys, sequence.request.root)
             if self._is_written_now(hit):
                 return NOT_NOW
             need = total - len(hit)
@@ -322,13 +324,13 @@ class Planner:
         self._set_up(row, sequence, blocks)
         return ADMITTED
 
-    def _is_written_now(self, blocks: I32) -> bool:
+    def _is_written_now(self, blocks: I64) -> bool:
         """Whether this very plan writes one of some cached blocks: whoever needs it waits one step."""
-        if np.count_nonzero(self.pool.filled_at[blocks] == self.state.step):
+        if np.count_nonzero(self.pool.index.filled_at[blocks] == self.state.step):
             return True
         return bool(self.rewritten) and not self.rewritten.isdisjoint(blocks.tolist())
 
-    def _set_up(self, row: int, sequence: Sequence, blocks: I32) -> None:
+    def _set_up(self, row: int, sequence: Sequence, blocks: I64) -> None:
         """A device row for an admitted sequence: its table, parameters and known tokens."""
         slots = self.slots
         known, columns = int(slots.known[row]), len(blocks)

@@ -86,7 +86,7 @@ class Step:
     device_rows: I64
     end: I64  # position after the last token that the row computes, where a sampled token goes
     samples: I64  # positions in `rows` of the rows that sample, in order
-    published: list[tuple[int, list[int]]]  # (host row, blocks) entered in the prefix index by this plan
+    published: list[tuple[int, I64]]  # (host row, blocks) entered in the prefix index by this plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,6 @@ class Scheduler:
         sampled, at = rows[picked], step.end[picked]
         state.history[step.device_rows[picked], at] = tokens
         now = slots.state[sampled]
-        good = now != DEAD
         try:
             ends = state.is_end[tokens.view(np.uint32)]
         except IndexError:  # a token outside the vocabulary
@@ -108,10 +107,10 @@ class Scheduler:
         if bad is not None or ends is None:
             wrong = tokens.view(np.uint32) >= state.limits.vocab_size
             wrong = wrong if bad is None else wrong | bad
-            state.fail_rows(step, sampled[good & wrong].tolist(), lost=False)
+            state.fail_rows(step, sampled[wrong].tolist(), lost=False)
             now = slots.state[sampled]
-            good = (now != DEAD) & (now != EMPTY)
             ends = state.is_end[np.where(wrong, 0, tokens)]
+        good = (now != DEAD) & (now != EMPTY)
         batch = self._batch(sampled, tokens, good, logprobs)
         batch.prompts = told
         for i in (good & (ends | (now == ENDING))).nonzero()[0].tolist():
@@ -168,7 +167,6 @@ class Scheduler:
     def fail(self, step: Step) -> list[Ended]:
         """The oldest step in flight did not run: every request in it ends with an error, the others go on."""
         self._landed(step)
-        live = step.rows[self.state.slots.state[step.rows] != DEAD]
-        self.state.fail_rows(step, live.tolist(), lost=True)
+        self.state.fail_rows(step, step.rows.tolist(), lost=True)
         self.state.settle(step.rows)
         return self.take_ended()

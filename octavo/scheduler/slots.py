@@ -53,7 +53,7 @@ COLUMNS = (
 class Sequence:
     """What a row has beside its columns.
 
-    ids: the known tokens while it has no device row. keys: of the leading full blocks of the known tokens.
+    ids: the known tokens while it has no device row. keys: of the leading full blocks of the known tokens, joined.
     params: its parameter block, but for device row and length. forked: blocks that it holds while it waits, shared
     with the sequence whose prompt it continues. dormant: the other children of the request, until the prompt is
     computed. given_up: blocks that a preemption took while steps were in flight. cached: prompt tokens found in the
@@ -64,12 +64,12 @@ class Sequence:
     request: EngineRequest
     row: int
     ids: I32
-    keys: list[bytes]
+    keys: bytes
     params: I32
     end_ids: frozenset[int] = frozenset()
-    forked: I32 | None = None
+    forked: I64 | None = None
     dormant: list[Sequence] = field(default_factory=list)
-    given_up: I32 | None = None
+    given_up: I64 | None = None
     preemptions: int = 0
     cached: int = 0
     admitted: bool = False

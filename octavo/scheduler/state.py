@@ -17,6 +17,7 @@ from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.features import edited_ids, numbers_fit, parameter_block, row_flags
 from octavo.scheduler.keys import KEY_BYTES, chain_keys
 from octavo.scheduler.policy import WaitingQueue, order_key
+from octavo.scheduler.prefix import NO_BLOCKS
 from octavo.scheduler.records import ERROR, I32, I64, Ended, Limits, Preemption, Stats, Step
 from octavo.scheduler.slots import (
     DEAD,
@@ -31,8 +32,6 @@ from octavo.scheduler.slots import (
 )
 from octavo.types import MAX_N, MAX_PRIORITY, EngineRequest
 
-NO_BLOCKS = np.empty(0, np.int32)
-
 
 class SchedulerState:
     """Rows, blocks, queue, counters. Owner: one `Scheduler`; the planner works on it. Not thread-safe.
@@ -41,8 +40,8 @@ class SchedulerState:
     the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how
     many requests end at a token id, and whether any does. in_flight: plans that are not
     committed, oldest first. ended: ends that no token batch has reported yet. now_us: the time in microseconds, as
-    the loop last told it; nothing is decided by it. last_preemption: who gave way last. shift, mask: log2 of the
-    block size, and block size - 1.
+    the loop last told it; nothing is decided by it. last_preemption: who gave way last. scratch: room for the rows of
+    the plan that is being made. shift, mask: log2 of the block size, and block size - 1.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -56,8 +55,9 @@ class SchedulerState:
         self.blocked = 0  # row that was served next and found no room in the last plan
         self.stats = Stats()
         self.history: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_model_len), np.int32)
-        self.table: I32 = np.zeros((limits.max_num_seqs + 1, limits.max_blocks_per_seq), np.int32)
-        self.columns = np.arange(limits.max_blocks_per_seq, dtype=np.int32)
+        self.table: I64 = np.zeros((limits.max_num_seqs + 1, limits.max_blocks_per_seq), np.int64)
+        self.scratch: I64 = np.zeros((4, limits.max_num_seqs), np.int64)
+        self.columns = np.arange(limits.max_blocks_per_seq)
         self.requests: dict[int, list[int]] = {}
         self.device_rows = deque(range(1, limits.max_num_seqs + 1))
         self.ends_at: dict[int, int] = {}
@@ -121,13 +121,12 @@ class SchedulerState:
         """A row in state WAITING for each child of a request; the first is queued, the others lie dormant."""
         slots = self.slots
         params = parameter_block(request)
-        keys = [request.keys[i : i + KEY_BYTES] for i in range(0, len(request.keys), KEY_BYTES)]
         end_ids = frozenset(request.stop_ids) | frozenset(request.eos)
         rows = []
         for child in range(request.n):
             row = slots.take()
             self.arrivals += 1
-            slots.sequences[row] = Sequence(request, row, prompt, list(keys), params, end_ids)
+            slots.sequences[row] = Sequence(request, row, prompt, request.keys, params, end_ids)
             slots.state[row] = WAITING
             slots.known[row] = len(prompt)
             slots.limit[row] = request.limit + request.beam  # the search itself ends its beams
@@ -155,7 +154,7 @@ class SchedulerState:
         slots = self.slots
         self.queue.push(row, int(slots.order[row]), self.queue.names[slots.tenant[row]], fresh=fresh)
 
-    def blocks_of(self, row: int) -> I32:
+    def blocks_of(self, row: int) -> I64:
         """The blocks that a row holds, by column."""
         device_row = self.slots.device_row[row]
         if device_row:
@@ -186,7 +185,7 @@ class SchedulerState:
         """
         slots = self.slots
         sequence = slots.sequence(row)
-        self.publish_generated(row)
+        self.publish_generated(row, keys=True)
         self.stats.preemptions += 1
         self.stats.preempted_tokens += int(slots.computed[row])
         sequence.preemptions += 1
@@ -214,16 +213,20 @@ class SchedulerState:
         sequence.ids = self.history[device_row, : slots.known[row]].copy()
         sequence.given_up = None
         if self.pool.prefix_cache:
-            done = len(sequence.keys)
-            parent = sequence.keys[-1] if done else sequence.request.root
-            rest = sequence.ids[done * self.limits.block_size :]
-            sequence.keys += chain_keys(parent, rest, self.limits.block_size)
+            self.add_keys(sequence, sequence.ids)
         self.device_rows.append(device_row)
         slots.device_row[row] = 0
         slots.computed[row] = 0
         slots.flags[row] &= ~SHARED_TAIL
         slots.state[row] = WAITING
         self.enqueue(row)
+
+    def add_keys(self, sequence: Sequence, ids: I32) -> None:
+        """Keys for all full blocks of a sequence's tokens that have none yet."""
+        done = len(sequence.keys) // KEY_BYTES
+        parent = sequence.keys[-KEY_BYTES:] if done else sequence.request.root
+        rest = ids[done * self.limits.block_size :]
+        sequence.keys += b"".join(chain_keys(parent, rest, self.limits.block_size))
 
     def end(self, row: int, reason: int) -> None:
         """The one way in which a sequence ends: report it, give its blocks back, and its row when it is idle."""
@@ -241,7 +244,7 @@ class SchedulerState:
             heir.dormant, sequence.dormant = rest, []
             self.enqueue(heir.row)
         if reason != ERROR:
-            self.publish_generated(row)
+            self.publish_generated(row, keys=False)
         request_id, child = int(slots.request_id[row]), int(slots.child[row])
         self.ended.append(
             Ended(
@@ -303,35 +306,44 @@ class SchedulerState:
         out: list[int] = rows.tolist()
         return out
 
-    def publish(self, row: int, first: int, last: int) -> list[int]:
-        """Enter blocks first..last-1 of a running row in the prefix index; returns what is new in it."""
+    def publish(self, row: int, first: int, last: int) -> I64:
+        """Enter blocks first..last-1 of a running row in the prefix index; see `PrefixIndex.publish`."""
         if first >= last:
-            return []
-        keys = self.slots.sequence(row).keys
+            return NO_BLOCKS
+        sequence = self.slots.sequence(row)
+        keys = sequence.keys[KEY_BYTES * first : KEY_BYTES * last]
         table = self.table[self.slots.device_row[row]]
-        parent = (int(table[first - 1]), keys[first - 1]) if first else None
-        return self.pool.publish(table[first:last], keys[first:last], parent, self.step)
+        parent = int(table[first - 1]) if first else 0
+        return self.pool.publish(table[first:last], keys, parent, sequence.request.root, self.step)
 
-    def publish_generated(self, row: int) -> None:
-        """Before a running row leaves its blocks: full ones with generated tokens get their keys and are published.
+    def publish_generated(self, row: int, *, keys: bool) -> None:
+        """Before a running row leaves its blocks: full ones with generated tokens are published.
 
-        Only what committed steps have written counts: what is in flight may still fail.
+        They get their keys at once, or when somebody needs them. Only what committed steps have written counts: what
+        is in flight may still fail.
         """
         slots = self.slots
         if not self.pool.prefix_cache or slots.state[row] not in (DECODE, ENDING):
             return
         sequence = slots.sequence(row)
-        done, size = len(sequence.keys), self.limits.block_size
+        done = len(sequence.keys) // KEY_BYTES
         count = int(slots.known[row] - slots.in_flight[row] - 1) >> self.shift
-        if count > done:
-            parent = sequence.keys[-1] if done else sequence.request.root
-            ids = self.history[slots.device_row[row], done * size : count * size]
-            sequence.keys += chain_keys(parent, ids, size)
+        if count <= done:
+            return
+        device_row = slots.device_row[row]
+        if keys:
+            self.add_keys(sequence, self.history[device_row, : count << self.shift])
             self.publish(row, done, count)
+        else:
+            ids = self.history[device_row, done << self.shift : count << self.shift].tobytes()
+            table = self.table[device_row]
+            parent = int(table[done - 1]) if done else 0
+            self.pool.index.defer(table[done:count], ids, parent, sequence.request.root, self.step)
 
     def fail_rows(self, step: Step, rows: Iterable[int], *, lost: bool) -> None:
         """End the whole requests of some rows of `step` with an error; nothing that they wrote stays in the index.
 
+        Rows that have ended meanwhile count: their siblings and the index have what they wrote.
         lost: the step did not run, so what it was to write is not there, and requests that share it end as well.
         Otherwise their logits were not finite: any block of theirs may be to blame, and who shares such a block
         will find out by itself.
@@ -342,11 +354,11 @@ class SchedulerState:
         for late in (step, *self.in_flight):  # steps after it went on from what it wrote
             for row, blocks in late.published:
                 if row in failed:
-                    suspects.update(b for b in blocks if pool.filled_at[b] == late.number)
+                    suspects.update(blocks[pool.index.filled_at[blocks] == late.number].tolist())
         if not lost:
             for row in failed:
                 suspects.update(self.blocks_of(row).tolist())
-        gone = set(pool.unpublish(suspects))
+        gone = pool.unpublish(suspects)
         requests = {int(slots.request_id[row]) for row in failed}
         if lost and gone:
             requests |= {s.request.id for s in slots.sequences if s is not None and self._has_held(s, gone)}

@@ -44,7 +44,7 @@ class Device:
 
     def words(self) -> np.ndarray:
         columns = np.array(self.rows, np.int64).reshape(-1, 4).T
-        words = self.draft.encode(tuple(columns), self.decodes)
+        words = self.draft.encode(columns, self.decodes)
         self.draft, self.rows, self.decodes = PlanDraft(self.draft.step + 1), [], 0
         return words
 

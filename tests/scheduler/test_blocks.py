@@ -10,19 +10,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.errors import EngineError
 from octavo.scheduler.blocks import BlockPool
+from octavo.scheduler.keys import KEY_BYTES
+
+ROOT = b"r" * KEY_BYTES
 
 
 def key(*path: int) -> bytes:
-    return bytes(path)
+    """A key that names its whole path, as chained hashes do."""
+    return bytes(path).ljust(KEY_BYTES, b"\0")
 
 
-def chain(count: int, first: int = 0) -> list[bytes]:
-    return [key(*range(first, first + i + 1)) for i in range(count)]
+def chain(count: int, first: int = 0) -> bytes:
+    return b"".join(key(*range(first, first + i + 1)) for i in range(count))
+
+
+def keys_of(path: list[int]) -> bytes:
+    return b"".join(key(*path[: i + 1]) for i in range(len(path)))
 
 
 def filled(pool: BlockPool, count: int, *, first: int = 0, step: int = 1) -> np.ndarray:
     blocks = pool.take(count)
-    assert pool.publish(blocks, chain(count, first), None, step) == blocks.tolist()
+    assert pool.publish(blocks, chain(count, first), 0, ROOT, step).tolist() == blocks.tolist()
     return blocks
 
 
@@ -42,7 +50,7 @@ def test_a_dropped_chain_is_evicted_from_its_tail():
     pool.drop(blocks)
     assert pool.free == 4 and pool.cached() == 4
     pool.take(2)
-    assert pool.match(chain(4)).tolist() == blocks[:2].tolist()
+    assert pool.match(chain(4), ROOT).tolist() == blocks[:2].tolist()
     assert pool.evictions == 2
 
 
@@ -50,13 +58,13 @@ def test_a_hit_revives_free_blocks_and_their_old_entries_are_passed_over():
     pool = BlockPool(5)
     blocks = filled(pool, 3)
     pool.drop(blocks)
-    hit = pool.match(chain(3))
+    hit = pool.match(chain(3), ROOT)
     assert pool.unreferenced(hit) == 3
     pool.hold(hit)
     assert pool.free == 1 and pool.unreferenced(hit) == 0
     assert pool.take(1).tolist() == [4]
     pool.drop(hit)
-    pool.drop(np.array([4], np.int32))
+    pool.drop(np.array([4]))
     assert sorted(pool.free_order()) == [1, 2, 3, 4]
     assert pool.take(4).tolist() == [3, 2, 1, 4]
 
@@ -95,40 +103,53 @@ def test_the_index_keeps_the_first_of_two_equal_held_blocks():
     pool = BlockPool(8)
     first = filled(pool, 2)
     second = pool.take(2)
-    assert pool.publish(second, chain(2), None, 2) == []
-    assert pool.match(chain(2)).tolist() == first.tolist()
+    assert pool.publish(second, chain(2), 0, ROOT, 2).tolist() == []
+    assert pool.match(chain(2), ROOT).tolist() == first.tolist()
     # What follows an unpublished block has no parent in the index.
     third = pool.take(1)
-    assert pool.publish(third, chain(3)[2:], (int(second[1]), chain(2)[1]), 3) == []
-    assert pool.publish(third, chain(3)[2:], (int(first[1]), chain(2)[1]), 3) == third.tolist()
+    assert pool.publish(third, key(0, 1, 2), int(second[1]), ROOT, 3).tolist() == []
+    assert pool.publish(third, key(0, 1, 2), int(first[1]), ROOT, 3).tolist() == third.tolist()
+    assert pool.match(chain(3), ROOT).tolist() == [*first.tolist(), *third.tolist()]
 
 
-def test_a_free_block_hands_its_key_to_one_that_is_held():
+def test_a_free_block_hands_its_place_to_one_that_is_held():
     pool = BlockPool(8)
     first = filled(pool, 2)
     pool.drop(first)
     second = pool.take(2)
-    assert pool.publish(second, chain(2), None, 2) == second.tolist()
-    assert pool.match(chain(2)).tolist() == second.tolist()
-    assert pool.cached() == 0 and pool.free == 5
+    assert pool.publish(second, chain(2), 0, ROOT, 2).tolist() == second.tolist()
+    assert pool.match(chain(2), ROOT).tolist() == second.tolist()
+    assert pool.cached() == 0 and pool.free == 5 and len(pool.index) == 2
+
+
+def test_a_text_may_leave_a_run_in_the_middle():
+    pool = BlockPool(12)
+    first = filled(pool, 4)
+    branch = pool.take(2)
+    pool.publish(branch, key(0, 1, 7) + key(0, 1, 7, 8), int(first[1]), ROOT, 2)
+    assert pool.match(keys_of([0, 1, 7, 8, 9]), ROOT).tolist() == [*first[:2].tolist(), *branch.tolist()]
+    assert pool.match(keys_of([0, 1, 2, 9]), ROOT).tolist() == first[:3].tolist()
+    assert pool.match(keys_of([5, 1]), ROOT).tolist() == []
+    assert pool.index.parent_key(int(branch[0])) == key(0, 1)
+    assert pool.index.parent_key(int(first[0])) is None
 
 
 def test_unpublishing_takes_what_follows_along():
     pool = BlockPool(10)
     trunk = filled(pool, 2)
     left, right = pool.take(1), pool.take(2)
-    pool.publish(left, [key(0, 1, 7)], (int(trunk[1]), chain(2)[1]), 2)
-    pool.publish(right, [key(0, 1, 8), key(0, 1, 8, 9)], (int(trunk[1]), chain(2)[1]), 2)
-    assert set(pool.unpublish([int(right[0])])) == set(right.tolist())
-    assert pool.match([*chain(2), key(0, 1, 7)]).tolist() == [*trunk.tolist(), *left.tolist()]
-    assert set(pool.unpublish(trunk.tolist())) == {*trunk.tolist(), *left.tolist()}
-    assert not pool.index
+    pool.publish(left, key(0, 1, 7), int(trunk[1]), ROOT, 2)
+    pool.publish(right, key(0, 1, 8) + key(0, 1, 8, 9), int(trunk[1]), ROOT, 2)
+    assert pool.unpublish([int(right[0])]) == set(right.tolist())
+    assert pool.match(keys_of([0, 1, 7]), ROOT).tolist() == [*trunk.tolist(), *left.tolist()]
+    assert pool.unpublish([int(trunk[0])]) == {*trunk.tolist(), *left.tolist()}
+    assert not len(pool.index) and not pool.index.entries()
 
 
 def test_without_a_prefix_cache_nothing_is_published():
     pool = BlockPool(4, prefix_cache=False)
-    assert pool.publish(pool.take(2), chain(2), None, 1) == []
-    assert not pool.index
+    assert not len(pool.publish(pool.take(2), chain(2), 0, ROOT, 1))
+    assert not len(pool.index)
 
 
 def test_the_free_queue_does_not_grow_for_ever():
@@ -145,7 +166,7 @@ def test_the_free_queue_does_not_grow_for_ever():
 class PoolMachine(RuleBasedStateMachine):
     """Tables come, grow, share, fail and go; a plain model says what the pool must look like after every rule.
 
-    Keys are paths of small numbers: block i of a table on path p has key p[:i + 1], so equal paths share blocks.
+    Keys name paths of small numbers: block i of a table on path p has the key of p[:i + 1], so equal paths share.
     """
 
     @initialize(blocks=st.integers(2, 14))
@@ -154,42 +175,42 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[tuple[list[int], np.ndarray]] = []
         self.step = 1
 
-    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=6))
     def admit(self, path: list[int]) -> None:
-        keys = [key(*path[: i + 1]) for i in range(len(path))]
-        hit = self.pool.match(keys)
+        keys = keys_of(path)
+        hit = self.pool.match(keys, ROOT)
         need = len(path) - len(hit)
         if need + self.pool.unreferenced(hit) > self.pool.free:
             return
         self.pool.hold(hit)
         table = np.concatenate([hit, self.pool.take(need)])
-        parent = (int(hit[-1]), keys[len(hit) - 1]) if len(hit) else None
         self.step += 1
-        self.pool.publish(table[len(hit) :], keys[len(hit) :], parent, self.step)
+        parent = int(hit[-1]) if len(hit) else 0
+        self.pool.publish(table[len(hit) :], keys[KEY_BYTES * len(hit) :], parent, ROOT, self.step)
         self.tables.append((path, table))
 
-    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=6))
     def admit_without_looking(self, path: list[int]) -> None:
         """A table that did not match, e.g. because it was computed at the same time."""
         if len(path) > self.pool.free:
             return
         table = self.pool.take(len(path))
         self.step += 1
-        self.pool.publish(table, [key(*path[: i + 1]) for i in range(len(path))], None, self.step)
+        self.pool.publish(table, keys_of(path), 0, ROOT, self.step)
         self.tables.append((path, table))
 
     @precondition(lambda self: self.tables)
-    @rule(which=st.integers(0, 99), grown=st.integers(0, 2))
-    def grow(self, which: int, grown: int) -> None:
-        if not self.pool.free:
+    @rule(which=st.integers(0, 99), grown=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    def grow(self, which: int, grown: list[int]) -> None:
+        if self.pool.free < len(grown):
             return
         at = which % len(self.tables)
-        path, table = self.tables[at]
-        block = self.pool.take(1)
-        before, path = path, [*path, grown]
+        before, table = self.tables[at]
+        blocks = self.pool.take(len(grown))
+        path = [*before, *grown]
         self.step += 1
-        self.pool.publish(block, [key(*path)], (int(table[-1]), key(*before)), self.step)
-        self.tables[at] = (path, np.concatenate([table, block]))
+        self.pool.publish(blocks, keys_of(path)[KEY_BYTES * len(before) :], int(table[-1]), ROOT, self.step)
+        self.tables[at] = (path, np.concatenate([table, blocks]))
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0, 99))
@@ -219,13 +240,13 @@ class PoolMachine(RuleBasedStateMachine):
             assert not fresh or not order
             return
         assert block == order[0]
-        self.tables.append(([9], np.array([block], np.int32)))
+        self.tables.append(([9], np.array([block])))
 
     @invariant()
     def counts(self) -> None:
         if not hasattr(self, "pool"):
             return
-        owners = np.zeros(self.pool.blocks, np.int32)
+        owners = np.zeros(self.pool.blocks, np.int64)
         for _, table in self.tables:
             owners[table] += 1
         assert (owners == self.pool.ref).all()
@@ -237,14 +258,28 @@ class PoolMachine(RuleBasedStateMachine):
     def index(self) -> None:
         if not hasattr(self, "pool"):
             return
-        pool = self.pool
-        assert pool.index == {k: b for b, k in enumerate(pool.key) if k is not None}
-        for own, block in pool.index.items():
-            assert len(own) == 1 or own[:-1] in pool.index, "cached without its parent"
-            assert pool.parent[block] == (own[:-1] or None)
+        entries = self.pool.index.entries()
+        assert sorted(entries.values()) == self.pool.index.blocks()
+        assert len(self.pool.index) == len(entries)
+        for own, block in entries.items():
+            path = own.rstrip(b"\0")
+            parent = self.pool.index.parent_key(block)
+            assert parent is None or parent in entries, "cached without its parent"
+            assert parent is None or path.startswith(parent.rstrip(b"\0"))
         for path, table in self.tables:
             for i, block in enumerate(table.tolist()):
-                assert pool.key[block] in (None, key(*path[: i + 1])), "a block with a key of another text"
+                if block in self.pool.index:
+                    assert entries[key(*path[: i + 1])] == block, "a block with a key of another text"
+            assert self.pool.match(keys_of(path), ROOT).tolist() == self._longest(entries, path)
+
+    def _longest(self, entries: dict[bytes, int], path: list[int]) -> list[int]:
+        out = []
+        for i in range(len(path)):
+            block = entries.get(key(*path[: i + 1]))
+            if block is None:
+                break
+            out.append(block)
+        return out
 
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

@@ -14,8 +14,8 @@ from octavo.scheduler import plan as format
 from octavo.scheduler.plan import HEADER_WORDS, HOST_IDS, SAMPLE, PlanDraft, PlanView, float_bits, signed
 
 
-def columns(rows: list[tuple[int, int, int, int]]) -> tuple[np.ndarray, ...]:
-    return tuple(np.array(rows, np.int64).reshape(-1, 4).T)
+def columns(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
+    return np.array(rows, np.int64).reshape(-1, 4).T
 
 
 def example() -> tuple[PlanDraft, np.ndarray]:

@@ -11,13 +11,18 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
+import msgspec
+
+from octavo.bench.sim.case import draw_config
 from octavo.bench.simulate import Failure, run_seed
 from octavo.scheduler import features, keys
 from octavo.scheduler.blocks import BlockPool
 from octavo.scheduler.planner import Planner
+from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.slots import SlotTable
 from octavo.scheduler.state import SchedulerState
@@ -27,12 +32,16 @@ STEPS, SEEDS = 500, 150
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` occurs once in the source of `function`; `new` takes its place."""
+    """`old` occurs once in the source of `function`; `new` takes its place.
+
+    world: settings under which the bug is met often; the rest of a world is drawn from its seed as ever.
+    """
 
     name: str
     function: Callable[..., Any]
     old: str
     new: str
+    world: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -58,13 +67,16 @@ def hunt(mutant: Mutant) -> str:
     logging.getLogger("octavo.engine.loop").setLevel(logging.CRITICAL)
     with mutant.planted():
         for seed in range(SEEDS):
+            config = msgspec.structs.replace(draw_config(Random(seed)), **mutant.world)
             try:
-                run_seed(seed, STEPS)
+                run_seed(seed, STEPS, config)
             except Failure as failure:
                 return f"seed {seed}, step {failure.trace.steps}: {failure}"
     return ""
 
 
+FAULTS = {"faults": 0.2, "depth": 2, "prefix_cache": True}
+REPEATS = {"block_size": 2, "growth": 0.0, "arrivals": 1.4, "prefix_cache": True, "max_len": 24, "usable": 60}
 DROP = "self.pool.drop(self.blocks_of(row))"
 
 MUTANTS = [
@@ -75,7 +87,8 @@ MUTANTS = [
     Mutant("a prefix hit counts twice", BlockPool.hold, "= ref + 1", "= ref + 1 + (ref == 0)"),
     Mutant("a block that others hold is freed", BlockPool.drop, "blocks[left == 0]", "blocks[left <= 1]"),
     Mutant("the head of a chain is evicted first", BlockPool.drop, "[left == 0][::-1]", "[left == 0]"),
-    Mutant("an evicted block keeps its key", BlockPool.take, "keys[block] = None", "pass"),
+    Mutant("an evicted block keeps its key", PrefixIndex.evict, "self._run_of[blocks] = 0", "pass"),
+    Mutant("an evicted run keeps its first key", PrefixIndex._remove, "del self._heads[run.key(0)]", "pass"),
     Mutant("a revived block stays in the free order", BlockPool.hold, "self._stale[block] += 1", "pass"),
     Mutant("partial allocation kept while waiting", Planner._try_admit,
            "        return NO_ROOM\n    if sequence.forked",
@@ -85,15 +98,23 @@ MUTANTS = [
            "min(-(-end >> self.state.shift), len(sequence.keys))"),
     Mutant("key without parent", keys.chain_keys, "sha256(parent + data[", "sha256(data["),
     Mutant("key without salt", keys.root_key, "salt, adapter)", "adapter)"),
-    Mutant("off by one at a full last block", Planner._try_admit, "keys[: (known - 1) >>", "keys[: known >>"),
+    Mutant("off by one at a full last block", Planner._try_admit,
+           "((known - 1) >> self.state.shift)]", "(known >> self.state.shift)]"),
     Mutant("a block is hit in the step that fills it", Planner._is_written_now, "== self.state.step", "== -5"),
     Mutant("a published block is written in place unseen", Planner._unshare_in_place,
-           "self.rewritten.add(int(block[0]))", "pass"),
+           "self.rewritten.add(int(block[0]))", "pass", REPEATS),
     Mutant("tokens in flight get keys", SchedulerState.publish_generated, " - slots.in_flight[row]", ""),
-    Mutant("a chain goes on from a foreign parent", BlockPool.publish, "index.get(parent[1]) != parent[0]", "False"),
+    Mutant("a chain goes on from a foreign block", PrefixIndex.publish, "if ref[other]:", "if False:"),
+    Mutant("a chain goes on without its parent", PrefixIndex.publish,
+           "return NO_BLOCKS\n        before = self._where(parent)", "parent = 0\n        before = None"),
+    Mutant("a text that leaves a run gets all of it", PrefixIndex.match,
+           "size = _common(run.keys, keys[at : at + size])", "pass"),
+    Mutant("a deferred run without its parent", PrefixIndex.defer, "before = self._where(parent) if parent else None",
+           "before = None"),
+    Mutant("a deferred run is forgotten late", PrefixIndex._remove, "group.remove(run)", "pass"),
+    Mutant("two runs with the same key", PrefixIndex._make_keys, "is None:", "is None or True:"),
     # Copy on write.
-    Mutant("copy on write skipped", Planner._plan_decodes,
-           "special |= (flags & SHARED_TAIL) > 0", "pass"),
+    Mutant("copy on write skipped", Planner._plan_decodes, "(flags & SHARED_TAIL) | ", ""),
     Mutant("the copy is not in the plan", Planner._unshare, "self.draft.copies += (int(block[0]), copy)",
            "self.stats.block_copies += 1"),
     Mutant("the copy is not in the table", Planner._unshare, "if slots.device_row[row]:", "if False:"),
@@ -120,12 +141,11 @@ MUTANTS = [
            ": slots.known[row] - 1]"),
     Mutant("budget exceeded", Planner._plan_chunk, "self.budget -= length", "pass"),
     Mutant("the oldest gives way", Planner._make_room, "np.argmax", "np.argmin"),
-    Mutant("victim chosen again", Planner._make_room, "running = np.delete(running, last)", "pass"),
+    Mutant("who is about to end gives way", Planner._make_room, "if np.count_nonzero(slots.state == ENDING):",
+           "if False:", {"growth": 0.9}),
     Mutant("unservable request retried for ever", SchedulerState.check, "need > self.pool.usable", "False"),
     Mutant("passed over and never put back", Planner._admit, "self.state.enqueue(row)", "pass"),
     Mutant("forked children are not queued", Planner._fork, "self.state.enqueue(child.row)", "pass"),
-    Mutant("a plan is larger than the table section", Planner._try_admit,
-           "> self.limits.table_capacity", "> 10**9"),
     # Results.
     Mutant("finish reported twice", SchedulerState.end, "self.ended.append(",
            "self.ended += self.ended[-1:]\n    self.ended.append("),
@@ -134,15 +154,18 @@ MUTANTS = [
     Mutant("end ids forgotten with the first request", SchedulerState.release,
            "if not self.ends_at[token]:", "if True:"),
     Mutant("one token too many", Scheduler.commit, "at[i] + 1 >= slots.limit", "at[i] >= slots.limit"),
-    Mutant("tokens after the end", Scheduler.commit, "good = now != DEAD", "good = now > 0"),
+    Mutant("tokens after the end", Scheduler.commit, "good = (now != DEAD) &", "good ="),
     Mutant("logprobs of the next row", Scheduler._batch, "np.cumsum(good) - 1", "np.cumsum(good)"),
     # Faults.
-    Mutant("a lost step stays in the index", SchedulerState.fail_rows, "set(pool.unpublish(suspects))",
+    Mutant("a lost step stays in the index", SchedulerState.fail_rows, "pool.unpublish(suspects)",
            "set(suspects)"),
     Mutant("blocks of bad logits stay in the index", SchedulerState.fail_rows, "if not lost:", "if False:"),
-    Mutant("who shared a lost block goes on", SchedulerState.fail_rows, "if lost and gone:", "if False:"),
+    Mutant("who shared a lost block goes on", SchedulerState.fail_rows, "if lost and gone:", "if False:",
+           FAULTS | REPEATS),
     Mutant("who gave a lost block up goes on", SchedulerState._has_held,
-           "return sequence.given_up is not None and", "return False and"),
+           "return sequence.given_up is not None and", "return False and", FAULTS | REPEATS | {"usable": 13}),
+    Mutant("rows that ended do not count for a lost step", Scheduler.fail, "step.rows.tolist()",
+           "step.rows[self.state.slots.state[step.rows] != DEAD].tolist()", FAULTS | {"aborts": 0.2}),
     Mutant("siblings of a lost row go on", SchedulerState.fail_rows, "list(self.requests.get(request, ()))",
            "failed & set(self.requests.get(request, ()))"),
     Mutant("tokens outside the vocabulary pass", Scheduler.commit, ">= state.limits.vocab_size", ">= 1 << 31"),

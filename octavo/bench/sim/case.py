@@ -29,7 +29,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: float
     aborts: float
     faults: float
-    growth: float  # share of requests with a short prompt and a long output
+    growth: float = 0.0  # share of requests with a short prompt and a long output
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,7 +109,7 @@ def draw_config(rng: Random) -> SimConfig:
         arrivals=2 ** rng.uniform(-3, 0.5),
         aborts=rng.choice((0.0, 0.02, 0.07)),
         faults=rng.choice((0.0, 0.0, 0.0, 0.003, 0.02)),
-        growth=rng.choice((0.0, 0.5, 0.9)),
+        growth=rng.choice((0.2, 0.5, 0.9)),
     )
 
 

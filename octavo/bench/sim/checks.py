@@ -17,6 +17,7 @@ import numpy as np
 
 from octavo.bench.sim.oracle import Ledger, Violation
 from octavo.runner.fake import FakeRunner
+from octavo.scheduler.keys import KEY_BYTES
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.slots import DEAD, DECODE, ENDING, PREEMPTED, PREFILL, STATES, WAITING, Sequence
 
@@ -90,16 +91,20 @@ def check_blocks(scheduler: Scheduler, seen: list[Seen]) -> list[int]:
 
 def check_index(scheduler: Scheduler, runner: FakeRunner, ledger: Ledger, *, contents: bool) -> None:
     """I5, I12. contents: compare with the device (not while a lost step waits to be reported)."""
-    pool, index = scheduler.state.pool, scheduler.state.pool.index
+    index = scheduler.state.pool.index.entries()
     keys, blocks = list(index), list(index.values())
-    ensure(len(keys) == len(pool.key) - pool.key.count(None), "I5: keys outside the index")
-    ensure(list(map(pool.key.__getitem__, blocks)) == keys, "I5: the index and the blocks' keys differ")
+    for key, block in scheduler.state.pool.index.deferred():
+        keys.append(key)
+        blocks.append(block)
+    published = scheduler.state.pool.index.blocks()
+    ensure(sorted(blocks) == published, "I5: a block is in the index twice, or thinks that it is in it")
+    ensure(len(scheduler.state.pool.index) == len(published), "I11: the size of the index")
     known: list[object] = list(map(ledger.contents.get, keys))
     ensure(None not in known, "I5: a key that belongs to no text")
     if contents and list[object](map(runner.kv.__getitem__, blocks)) != known:
         wrong = [b for b, content in zip(blocks, known, strict=True) if runner.kv[b] != content]
         raise Violation(f"I5: blocks {wrong[:5]} do not hold what their keys say")
-    orphans = set(map(ledger.parents.__getitem__, keys)) - index.keys() - ledger.roots.keys()
+    orphans = set(map(ledger.parents.__getitem__, keys)) - set(keys) - ledger.roots.keys()
     ensure(not orphans, "I12: a block is cached without its parent")
 
 
@@ -114,11 +119,11 @@ def check_sharing(scheduler: Scheduler, seen: list[Seen], ref: list[int]) -> Non
     for block, group in holders.items():
         column = group[0][0]
         full = [one for at, one in group if _written(one) >= (column + 1) * size and at == column]
-        keys = {one.sequence.keys[column] for one in full if column < len(one.sequence.keys)}
+        keys = {one.sequence.keys[KEY_BYTES * column : KEY_BYTES * (column + 1)] for one in full}
         requests = {one.request_id for _, one in group}
         if any(at != column for at, _ in group):
             raise Violation(f"I3: block {block} is at two places of two texts")
-        if len(requests) > 1 and (len(keys) != 1 or len(full) != len(group)):
+        if len(requests) > 1 and (len(keys) != 1 or not min(keys) or len(full) != len(group)):
             raise Violation(f"I3: requests {sorted(requests)} share block {block}, but not what it holds")
 
 
