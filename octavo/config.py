@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.scheduler.swap import swap_cost
 
 GIB = 1 << 30
 PRIORITY_ORDERS = ("high-first", "low-first")
@@ -59,6 +60,7 @@ class CacheConfig:
     gpu_memory_utilization: float = option(0.9, "share of the card's memory for weights, steps and KV cache")
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, whatever memory there is")
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
+    swap_space: float = option(0.0, "GiB of host memory for the KV of sequences that give way; 0: compute it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +165,15 @@ def engine_config(**options: Any) -> tuple[EngineConfig, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What `resolve` must know of a model: the longest sequence it was made for, and bytes of K and V per token."""
+    """What `resolve` must know of a model: the longest sequence it was made for, and bytes of K and V per token.
+
+    parameters: weights that one token meets, to know what computing it costs.
+    """
 
     max_positions: int
     kv_bytes_per_token: int
     dtype: str
+    parameters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,11 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The numbers an engine runs with. `blocks` counts the padding block."""
+    """The numbers an engine runs with. `blocks` counts the padding block.
+
+    swap_blocks: KV blocks of host memory; 0 also where moving a block takes longer than computing it again.
+    swap_cost: tokens that could be computed while a block goes there and comes back.
+    """
 
     device: str
     dtype: str
@@ -195,6 +205,8 @@ class Facts:
     policy: str
     low_first: bool
     kv_bytes_per_block: int
+    swap_blocks: int
+    swap_cost: float
     queued_reqs: int | None = None
     queued_tokens: int | None = None
 
@@ -206,7 +218,9 @@ class Facts:
             f"{self.device}, {self.dtype}; KV cache {self.blocks - 1} blocks of {self.block_size} = {tokens} tokens "
             f"({memory:.2f} GiB); sequences of up to {self.max_model_len} tokens, {self.max_num_seqs} at a time; "
             f"{self.max_num_batched_tokens} tokens a step; depth {self.depth}; "
-            f"prefix cache {'on' if self.prefix_cache else 'off'}; served {self.policy}"
+            f"prefix cache {'on' if self.prefix_cache else 'off'}; "
+            + (f"{self.swap_blocks} blocks of host memory; " if self.swap_blocks else "")
+            + f"served {self.policy}"
             + (f", {PRIORITY_ORDERS[self.low_first]}" if self.policy == "priority" else "")
         )
 
@@ -234,6 +248,7 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         )
     longest = wished_len or model.max_positions
     per_block = model.kv_bytes_per_token * size
+    cost = swap_cost(hardware.device, per_block, model.parameters)
     blocks = _blocks(wish.cache, per_block, hardware, share, most, -(-longest // size) * seqs)
     if wished_len is None:
         longest = min(longest, (blocks - 1) * size)
@@ -257,9 +272,18 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         policy=_one_of("scheduling_policy", wish.scheduler.scheduling_policy, ("fcfs", "priority", "fair")),
         low_first=_one_of("priority_order", wish.scheduler.priority_order, PRIORITY_ORDERS) == "low-first",
         kv_bytes_per_block=per_block,
+        swap_blocks=_swap_blocks(wish.cache.swap_space, per_block, size, cost),
+        swap_cost=cost,
         queued_reqs=_cap("max_num_queued_reqs", wish.scheduler.max_num_queued_reqs, 0),
         queued_tokens=_cap("max_num_queued_tokens", wish.scheduler.max_num_queued_tokens, 1),
     )
+
+
+def _swap_blocks(gib: float, per_block: int, size: int, cost: float) -> int:
+    """KV blocks of host memory: as wished, none when swapping would never be the cheaper way."""
+    if isinstance(gib, bool) or not 0.0 <= gib <= 1 << 20:
+        raise ConfigError(f"swap_space is {gib}.", "Give the GiB of host memory for swapped KV blocks; 0 for none.")
+    return int(gib * GIB) // per_block if cost < size else 0
 
 
 def _block_tokens(wish: int | str, token_bytes: int) -> int:

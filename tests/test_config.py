@@ -7,7 +7,7 @@ import pytest
 from octavo.config import GIB, Hardware, ModelFacts, engine_config, resolve
 from octavo.errors import ConfigError
 
-MODEL = ModelFacts(max_positions=8192, kv_bytes_per_token=23040, dtype="bfloat16")
+MODEL = ModelFacts(max_positions=8192, kv_bytes_per_token=23040, dtype="bfloat16", parameters=135_000_000)
 CPU = Hardware("cpu", 16 * GIB)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from octavo.config import DTYPES, EngineConfig, Facts, Hardware, ModelFacts, resolve
+from octavo.config import DTYPES, GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve
 from octavo.engine.client import ModelLimits
 from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
@@ -172,7 +172,9 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
     dtype = run_dtype(config, spec)
     native = runs_native(config, spec, dtype)
     kv = kv_dtype(config, native)
-    model_facts = ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype, kv), dtype)
+    token_bytes = kv_bytes_per_token(spec, dtype, kv)
+    model_facts = ModelFacts(spec.max_positions, token_bytes, dtype, _parameters_met(spec))
+    _check_swap(config)
     kind = online_kind(config, model.scheme, config.model.load_format == "dummy")
     if native:
         from octavo.runner.native import build_native
@@ -194,11 +196,27 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
             block_size=facts.block_size,
             rows=facts.max_num_seqs,
             max_len=facts.max_model_len,
+            swap_blocks=facts.swap_blocks,
         )
     else:
         runner, facts = _torch_runner(config, model, model_facts, kind, kv == "fp8")
     _log.info("%s", facts.line())
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+
+
+def _parameters_met(spec: ModelSpec) -> int:
+    """Weights that one token meets: of its experts only those that are chosen."""
+    idle = sum((layer.experts - layer.experts_per_token) * layer.mlp_size for layer in spec.layers)
+    return spec.parameters - 3 * spec.hidden_size * idle
+
+
+def _check_swap(config: EngineConfig) -> None:
+    """Refuse a swap space that the host does not have."""
+    free, wish = free_memory(), config.cache.swap_space
+    if free and wish * GIB > free:
+        raise ConfigError(
+            f"swap_space is {wish:g} GiB; the host has {free / GIB:.1f} GiB free.", "Lower --swap-space."
+        )
 
 
 def _weight_bytes(config: EngineConfig, model: OpenedModel) -> int:
@@ -235,6 +253,7 @@ def _torch_runner(
         block_size=facts.block_size,
         rows=facts.max_num_seqs,
         max_len=facts.max_model_len,
+        swap_blocks=facts.swap_blocks,
     )
     return runner, facts
 
@@ -282,6 +301,8 @@ def _has_cuda() -> bool:
 
 def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner) -> Engine:
     """A scheduler and a loop around a runner."""
+    if runner.swap_blocks < facts.swap_blocks:
+        _log.warning("Swapping is not built for this device: sequences that give way compute their KV again.")
     scheduler = Scheduler(
         Limits(
             max_num_seqs=facts.max_num_seqs,
@@ -295,6 +316,8 @@ def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner
             policy=facts.policy,
             low_first=facts.low_first,
             mixed_prefill=MIXED_PREFILL.get(facts.device, 0),
+            swap_blocks=runner.swap_blocks,
+            swap_cost=facts.swap_cost,
         )
     )
     limits = ModelLimits(vocab_size, facts.max_model_len, facts.block_size, eos_ids, facts.prefix_cache)

@@ -34,6 +34,7 @@ class FakeEngineRunner:
         self._seconds = seconds
         self._last = np.zeros(rows + 1, np.int64)
         self._logprobs = np.full(rows + 1, -1, np.int64)
+        self.swap_blocks = 0
 
     def launch(self, words: NDArray[np.int32]) -> Any:
         """One step, done at once. Raises as the prompts wish."""
@@ -85,5 +86,5 @@ def fake_engine(config: EngineConfig, eos_ids: tuple[int, ...]) -> Engine:
     """An engine around the fake runner, with the numbers that `config` gives for a small model."""
     pace = float(config.model.load_format.partition(":")[2] or 0) / 1000
     hardware = Hardware("cpu", 4 << 30)
-    facts = resolve(config, hardware, ModelFacts(MAX_POSITIONS, 1024, "float32"))
+    facts = resolve(config, hardware, ModelFacts(MAX_POSITIONS, 1024, "float32", 1 << 20))
     return start_engine(facts, VOCABULARY, eos_ids, FakeEngineRunner(facts.max_num_seqs, pace))

@@ -44,7 +44,13 @@ class StepError(RuntimeError):
 
 
 class Runner(Protocol):
-    """Executes plans. `launch` may return before the work is done; `collect` waits for it."""
+    """Executes plans. `launch` may return before the work is done; `collect` waits for it.
+
+    swap_blocks: KV blocks of host memory that plans may name, from 0. Swaps are done in the order of the plan format
+    and of the plans: what one plan writes to the host, the next may read, and what it has read, the next may write.
+    """
+
+    swap_blocks: int
 
     def launch(self, words: NDArray[np.int32]) -> Any:
         """Start a step; returns a ticket for `collect`. Raises StepError when only this step is lost."""

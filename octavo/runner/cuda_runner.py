@@ -108,6 +108,7 @@ class CudaRunner:
         self._windows = [layer.window for layer in decoder.spec.layers]
         self._shape = self._backends[self._windows[0]].shape
         self.decoder, self.block_size, self.device = decoder, block_size, device
+        self.swap_blocks = 0
         columns = -(-max_len // block_size)
         self.rows = CudaRows(rows + 1, columns, device)
         self.max_rows, self.max_tokens = rows, max_tokens

@@ -11,8 +11,9 @@ contains raises `PlanError`: block or row 0, two writes of one table entry, a de
 twice, a gap between positions, a row that reads what another row writes in the same step.
 
 Faults are injected with `inject` and hit the next launch: "launch" runs nothing, and its rows must be set up again;
-"collect" loses the result and leaves rubbish in what the step wrote; "bad kv" makes one row's new keys and values not
-finite, which whoever reads them later reports; "bad logits" and "bad token" spoil one sample.
+"collect" loses the result and leaves rubbish in what the step wrote, on the device and on the host; "bad kv" makes
+one row's new keys and values not finite, which whoever reads them later reports; "bad logits" and "bad token" spoil
+one sample.
 """
 
 from __future__ import annotations
@@ -110,14 +111,14 @@ class FakeRunner:
     """Implements `octavo.runner.base.Runner` for `rows` sequences of up to `max_len` tokens.
 
     `blocks` and `host_blocks` count KV blocks on the device (padding block included) and on the host. A launch
-    computes, `collect` returns. written: blocks that the last launch wrote. tainted: blocks that hold a BAD word.
-    unsound: samples so far whose history holds one.
+    computes, `collect` returns. written: blocks that the last launch wrote. tainted, tainted_host: blocks that
+    hold a BAD word. unsound: samples so far whose history holds one.
     """
 
     def __init__(
         self, *, rows: int, max_len: int, block_size: int, blocks: int, vocab_size: int, host_blocks: int = 0
     ) -> None:
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size, self.vocab_size, self.swap_blocks = block_size, vocab_size, host_blocks
         self.columns = -(-max_len // block_size)
         garbage = Random(blocks)
         self.kv = [bytearray(garbage.randbytes(4 * block_size)) for _ in range(blocks)]
@@ -126,7 +127,7 @@ class FakeRunner:
         self.written: set[int] = set()
         self.tainted: set[int] = set()
         self.unsound = 0
-        self._tainted_host: set[int] = set()
+        self.tainted_host: set[int] = set()
         self._pending: deque[Ticket] = deque()
         self._fault = ""
         self._victim = 0
@@ -150,6 +151,9 @@ class FakeRunner:
             self._lose(plan)
             raise StepError("injected: the launch failed")
         self._move_blocks(plan)
+        if fault == "collect":
+            for _, host in plan.swap_out:
+                self.host[host][:] = bytes(len(self.host[host]))
         self._set_up(plan)
         result = self._forward(plan, fault)
         ticket.result = None if fault == "collect" else result
@@ -178,13 +182,13 @@ class FakeRunner:
     def _move_blocks(self, plan: _Plan) -> None:
         for block, host in plan.swap_out:
             self.host[host][:] = self.kv[block]
-            _copy_mark(block in self.tainted, host, self._tainted_host)
+            _copy_mark(block in self.tainted, host, self.tainted_host)
         for source, target in plan.copies:
             self.kv[target][:] = self.kv[source]
             _copy_mark(source in self.tainted, target, self.tainted)
         for host, block in plan.swap_in:
             self.kv[block][:] = self.host[host]
-            _copy_mark(host in self._tainted_host, block, self.tainted)
+            _copy_mark(host in self.tainted_host, block, self.tainted)
 
     def _set_up(self, plan: _Plan) -> None:
         for params in plan.params:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import ConfigError, EngineError
+from octavo.errors import ConfigError
 from octavo.kernels.native import missing
 from octavo.machine import usable_cores
 from octavo.model.rotary import inverse_frequencies
@@ -68,11 +68,16 @@ def refusal(spec: ModelSpec) -> str:
 
 
 class NativeRunner:
-    """Runs a loaded engine; see `build_native`. `rows`: sequences at a time, `max_len`: tokens of the longest."""
+    """Runs a loaded engine; see `build_native`. `rows`: sequences at a time, `max_len`: tokens of the longest.
 
-    def __init__(self, engine: _native.Engine, *, blocks: int, block_size: int, rows: int, max_len: int) -> None:
+    Device and host are one here, so the `swap_blocks` blocks that plans swap to lie behind the `blocks` of the pool.
+    """
+
+    def __init__(
+        self, engine: _native.Engine, *, blocks: int, block_size: int, rows: int, max_len: int, swap_blocks: int = 0
+    ) -> None:
         self.engine = engine
-        self.blocks = blocks
+        self.blocks, self.swap_blocks = blocks, swap_blocks
         self.tables_SM = np.zeros((rows + 1, -(-max_len // block_size)), np.int32)
         self.params_SP = np.zeros((rows + 1, PARAM_WORDS), np.int32)
         self.last_token_S = np.zeros(rows + 1, np.int32)
@@ -81,10 +86,9 @@ class NativeRunner:
     def launch(self, words: NDArray[np.int32]) -> StepResult:
         """Run one plan; see `octavo.runner.base.Runner`."""
         view = PlanView(words)
-        if len(view.swap_in) or len(view.swap_out):
-            raise EngineError("The native engine keeps no blocks outside its pool, but a plan swaps some.")
-        if len(view.copies):
-            self.engine.copy_blocks(np.ascontiguousarray(view.copies))
+        for pairs, offsets in ((view.swap_out, (0, self.blocks)), (view.copies, 0), (view.swap_in, (self.blocks, 0))):
+            if len(pairs):
+                self.engine.copy_blocks(np.ascontiguousarray(pairs + np.array(offsets, np.int32)))
         self._apply(view)
         picked_N = np.flatnonzero(view.flags & SAMPLE).astype(np.int32)
         tokens_N = np.empty(len(picked_N), np.int32)
@@ -220,6 +224,7 @@ def build_native(
     block_size: int,
     rows: int,
     max_len: int,
+    swap_blocks: int = 0,
     dtype: str = "bfloat16",
     as_stored: bool = True,
     kv: str = "",
@@ -227,6 +232,8 @@ def build_native(
     isa: str = "",
 ) -> NativeRunner:
     """Load a model into a native engine with `blocks` KV blocks (the padding block included).
+
+    swap_blocks: blocks that plans may swap to.
 
     dtype: one of FORMATS; "float32" is exact. as_stored: block types stay packed as they lie in the file, whatever
     `dtype` (not for float32). kv: one of KV_TYPES, "" = float32 for float32, else bfloat16. threads: 0 = the cores
@@ -240,7 +247,8 @@ def build_native(
         raise ConfigError(f"The native engine does not know the types {dtype!r} and {kv!r}.", f"Known: {known}.")
     from octavo.kernels.native import _native
 
-    sizes = [spec.vocab_size, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, block_size, blocks]
+    sizes = [spec.vocab_size, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, block_size]
+    sizes.append(blocks + swap_blocks)
     factors = [spec.norm_eps, spec.softmax_scale, spec.embed_scale, spec.residual_scale, spec.logit_scale]
     factors += [spec.attention_softcap, spec.logit_softcap]
     layers = [
@@ -259,7 +267,9 @@ def build_native(
         engine.ready()
     except ValueError as error:
         raise ConfigError(f"The native engine cannot run this model: {error}.", "Use the torch back end.") from None
-    return NativeRunner(engine, blocks=blocks, block_size=block_size, rows=rows, max_len=max_len)
+    return NativeRunner(
+        engine, blocks=blocks, block_size=block_size, rows=rows, max_len=max_len, swap_blocks=swap_blocks
+    )
 
 
 def _frequencies(spec: ModelSpec, rope: RopeSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint) -> list[float]:

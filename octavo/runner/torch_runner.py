@@ -39,7 +39,7 @@ class TorchRunner:
         self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int, swap_blocks: int = 0
     ) -> None:
         self.decoder = decoder
-        self.block_size = block_size
+        self.block_size, self.swap_blocks = block_size, swap_blocks
         self.pool = decoder.make_pool(blocks, block_size)
         shape = (*self.pool.data.shape[:2], swap_blocks, *self.pool.data.shape[3:])
         self.host = torch.zeros(shape, dtype=self.pool.bits.dtype, pin_memory=decoder.device.type == "cuda")

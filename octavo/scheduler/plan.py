@@ -70,6 +70,11 @@ def table_capacity(rows: int, columns: int) -> int:
     return rows + columns + 16384
 
 
+def swap_capacity(columns: int) -> int:
+    """Most blocks that one plan swaps out, and most that it swaps in: the longest table, and some."""
+    return columns + 1024
+
+
 def float_bits(value: float) -> int:
     """The bits of a float32 as a signed int32 word."""
     return int(np.float32(value).view(np.int32))

@@ -14,7 +14,7 @@ from octavo.scheduler.plan import HOST_IDS, SAMPLE, PlanDraft
 from octavo.scheduler.policy import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from octavo.scheduler.prefix import NO_BLOCKS
 from octavo.scheduler.records import I64, MIXED_FLOOR, Step
-from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREFILL, SHARED_TAIL, Sequence
+from octavo.scheduler.slots import DECODE, ENDING, IS_BEAM, IS_RARE, PREEMPTED, PREFILL, SHARED_TAIL, Sequence
 from octavo.scheduler.state import SchedulerState
 
 # Answers of `_try_admit`.
@@ -36,6 +36,7 @@ class Planner:
         self.mark = state.pool.mark
         self.rewritten: set[int] = set()  # published blocks that a last owner writes again in this plan
         self.held_back = False  # someone gave way or sat out: admit nobody
+        self.way_for = 0  # waiting row for which someone of lower priority gave way
 
     def make(self) -> Step | None:
         """The plan, or None when nothing can be computed now."""
@@ -90,13 +91,23 @@ class Planner:
         slots, head = self.slots, self.queue.peek()
         if head is None or (self.state.device_rows and head != self.state.blocked):
             return
+        if np.count_nonzero(slots.state == PREEMPTED):  # its device row is on the way
+            return
+        self.state.blocked = 0
         running = ((slots.state == DECODE) | (slots.state == PREFILL)).nonzero()[0]
         if len(running):
             victim = int(running[np.argmax(slots.order[running])])
             first, last = (self.state.rank(slots.sequence(row).request) for row in (head, victim))
             # By age the victim may come first again: taking its place would only send it round in a circle.
             if first > last and slots.order[head] < slots.order[victim]:
-                self.state.preempt(victim, head, "a request of higher priority was waiting")
+                self._give_way(victim, head, "a request of higher priority was waiting")
+                self.way_for = head
+
+    def _give_way(self, row: int, to: int, why: str) -> None:
+        """Preempt a row that is not in this plan. Its blocks go to the host first where that is cheaper."""
+        room = self.limits.swap_capacity - len(self.draft.swap_out) // 2
+        blocks, host = self.state.preempt(row, to, why, room)
+        self.draft.swap_out += np.stack((blocks, host), axis=1).reshape(-1).tolist()
 
     def _plan_decodes(self) -> tuple[I64, I64, I64]:
         """Rows that compute the token they sampled last, its position, their flags; each has the block it writes."""
@@ -197,7 +208,7 @@ class Planner:
         while len(running):
             last = int(np.argmax(slots.order[running]))
             victim = int(running[last])
-            self.state.preempt(victim, row, "no KV block was free for the next token")
+            self._give_way(victim, row, "no KV block was free for the next token")
             if victim == row:
                 return False
             if self.pool.free or (shared and self.pool.ref[shared] == 1):
@@ -219,11 +230,7 @@ class Planner:
         if self.pool.prefix_cache:
             published = self.state.publish(row, start >> self.state.shift, end >> self.state.shift)
             self.published.append((row, published))
-        if sequence.preemptions:
-            self.stats.recomputed_tokens += length
-            sequence.recomputed += length
-        else:
-            self.stats.prompt_tokens_computed += length
+        self._count(sequence, start, end)
         if sequence.request.prompt_logprobs >= 0:
             device_row = int(slots.device_row[row])
             self.draft.extras += prompt_words(sequence.request, device_row, sequence.ids, start, end)
@@ -236,6 +243,13 @@ class Planner:
             if sequence.dormant:
                 self._fork(row, sequence)
         self.chunks.append((row, start, length, flags))
+
+    def _count(self, sequence: Sequence, start: int, end: int) -> None:
+        """Tokens that a sequence had before it gave way are computed again; a prompt's others for the first time."""
+        first, again = max(start, sequence.reached), max(0, min(end, sequence.reached) - start)
+        self.stats.recomputed_tokens += again
+        sequence.recomputed += again
+        self.stats.prompt_tokens_computed += max(0, min(end, len(sequence.request.prompt) // 4) - first)
 
     def _fork(self, row: int, parent: Sequence) -> None:
         """The prompt of `n > 1` is computed with this plan: its other children share the blocks and join the queue.
@@ -271,6 +285,8 @@ class Planner:
             if answer == NO_ROOM:
                 self.state.blocked = row
                 break
+            if row == self.way_for:  # or the victim would be back before it
+                break
         for row in put_back:
             self.state.enqueue(row)
 
@@ -280,14 +296,12 @@ class Planner:
         sequence = slots.sequence(row)
         if slots.last_step[row] == self.state.step:  # forked in this plan: what it would copy is not written yet
             return NOT_NOW
+        if self.draft.swap_out and sequence.host is not None:  # no block is swapped out and in by one plan
+            return NOT_NOW
         known = int(slots.known[row])
         total = -(-known // self.limits.block_size)
-        if self.draft.table and self.draft.table_writes + total > self.limits.table_capacity:
+        if not self._sections_hold(row, sequence, total):
             return NO_ROOM
-        if self.draft.extras and slots.flags[row] & IS_RARE:
-            rare = rare_words(sequence.request, 0, sequence.ids)
-            if len(self.draft.extras) + len(rare) > self.limits.extras_capacity:
-                return NO_ROOM
         hit = NO_BLOCKS
         column = (known - 1) >> self.state.shift  # of the block that a fork writes first
         if sequence.forked is not None:
@@ -316,13 +330,50 @@ class Planner:
         else:
             pool.hold(hit)
             blocks = np.concatenate([hit, pool.take(need)])
-            slots.computed[row] = len(hit) << self.state.shift
+            if sequence.host is None:
+                slots.computed[row] = len(hit) << self.state.shift
             if not sequence.admitted:
                 sequence.cached = int(slots.computed[row])
                 self.stats.prompt_tokens += known
                 self.stats.prefix_hit_tokens += sequence.cached
         self._set_up(row, sequence, blocks)
+        if sequence.host is not None:
+            self._swap_in(row, sequence, sequence.host, len(hit))
         return ADMITTED
+
+    def _sections_hold(self, row: int, sequence: Sequence, blocks: int) -> bool:
+        """Whether the sections of this plan have room to set a row up with so many blocks."""
+        if self.draft.table and self.draft.table_writes + blocks > self.limits.table_capacity:
+            return False
+        if self.draft.swap_in and sequence.host is not None:
+            swapped = len(self.draft.swap_in) // 2 + len(sequence.host)
+            if swapped > self.limits.swap_capacity:
+                return False
+        if not self.draft.extras or not self.slots.flags[row] & IS_RARE:
+            return True
+        words = len(rare_words(sequence.request, 0, sequence.ids))
+        return len(self.draft.extras) + words <= self.limits.extras_capacity
+
+    def _swap_in(self, row: int, sequence: Sequence, host: I64, first: int) -> None:
+        """Bring back from the host what a row had computed, from column `first` on, and publish it again.
+
+        The columns before were in the prefix cache; it may even have more than the row itself.
+        """
+        slots, state = self.slots, self.state
+        computed = int(slots.computed[row])
+        last = -(-computed >> state.shift)
+        if first < last:
+            pairs = np.stack((host[first:last], state.blocks_of(row)[first:last]), axis=1)
+            self.draft.swap_in += pairs.reshape(-1).tolist()
+            self.stats.swapped_in_tokens += computed - (first << state.shift)
+            sequence.swapped += computed - (first << state.shift)
+            if self.pool.prefix_cache:
+                self.published.append((row, state.publish(row, first, computed >> state.shift)))
+        else:
+            slots.computed[row] = first << state.shift
+            sequence.swap_step = 0
+        state.host.give_back(host)
+        sequence.host = None
 
     def _is_written_now(self, blocks: I64) -> bool:
         """Whether this very plan writes one of some cached blocks: whoever needs it waits one step."""

@@ -188,6 +188,8 @@ class PrefixIndex:
         self._heads[run.key(0)] = run
 
     def _new_run(self, blocks: I64, keys: bytes, parent: Place | None, step: int) -> Run:
+        if parent is not None and not parent[0].keys:
+            invariant(False, "a text goes on from keys that are made")
         number = self._numbers.pop() if self._numbers else len(self._runs)
         if number == len(self._runs):
             self._runs.append(None)

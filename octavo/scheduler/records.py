@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.scheduler.plan import table_capacity
+from octavo.scheduler.plan import swap_capacity, table_capacity
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -29,6 +29,8 @@ class Limits:
 
     max_num_batched_tokens: tokens of one step. mixed_prefill: while rows decode, the host feeds at most so many
     tokens for each of them in one step, but may always feed `MIXED_FLOOR`; 0: as many as the step takes.
+    swap_blocks: KV blocks of host memory; swap_cost: tokens that could be computed while one block goes there and
+    comes back (see `octavo.scheduler.swap`).
     """
 
     max_num_seqs: int
@@ -42,6 +44,8 @@ class Limits:
     policy: str = "fcfs"
     low_first: bool = False
     mixed_prefill: int = 0
+    swap_blocks: int = 0
+    swap_cost: float = 0.0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -58,10 +62,20 @@ class Limits:
         """Most block-table writes of one plan."""
         return table_capacity(self.max_num_seqs, self.max_blocks_per_seq)
 
+    @property
+    def swap_capacity(self) -> int:
+        """Most blocks that one plan swaps in one direction."""
+        return swap_capacity(self.max_blocks_per_seq)
+
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start. Prefix hits count first admissions only; what preemption costs is kept apart."""
+    """Counters since the start. Prefix hits count first admissions only; what preemption costs is kept apart.
+
+    preempted_tokens: computed tokens that sequences gave up with their blocks. swapped_out_tokens of them went to the
+    host and swapped_in_tokens came back; recomputed_tokens were computed again. The rest was still in the prefix
+    cache, or its sequence ended.
+    """
 
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -70,6 +84,8 @@ class Stats:
     preemptions: int = 0
     preempted_tokens: int = 0
     recomputed_tokens: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
     forks: int = 0
     block_copies: int = 0
     steps: int = 0

@@ -19,7 +19,7 @@ I64 = NDArray[np.int64]
 
 # States of a row.
 EMPTY = 0
-WAITING = 1  # in the queue: no device row; holds blocks only when forked
+WAITING = 1  # in the queue: no device row; holds blocks only when forked, host blocks only when swapped out
 PREFILL = 2  # has a device row and a gap between known and computed tokens that the host must feed
 DECODE = 3  # has a device row; its one uncomputed token is the device's last token
 ENDING = 4  # every token it may have is computed or in flight; waits for the commit
@@ -56,9 +56,10 @@ class Sequence:
     ids: the known tokens while it has no device row. keys: of the leading full blocks of the known tokens, joined.
     params: its parameter block, but for device row and length. forked: blocks that it holds while it waits, shared
     with the sequence whose prompt it continues. dormant: the other children of the request, until the prompt is
-    computed. given_up: blocks that a preemption took while steps were in flight. cached: prompt tokens found in the
-    prefix cache at first admission. scheduled_us: when that was. recomputed, swapped: tokens computed again, and
-    brought back from the host, after preemptions.
+    computed. given_up: blocks that a preemption took while steps were in flight. host: host blocks that hold its
+    computed tokens since a preemption, written by the plan of step swap_step. reached: most tokens that it had
+    computed when it gave way. cached: prompt tokens found in the prefix cache at first admission. scheduled_us: when
+    that was. recomputed, swapped: tokens computed again, and brought back from the host, after preemptions.
     """
 
     request: EngineRequest
@@ -70,6 +71,9 @@ class Sequence:
     forked: I64 | None = None
     dormant: list[Sequence] = field(default_factory=list)
     given_up: I64 | None = None
+    host: I64 | None = None
+    swap_step: int = 0
+    reached: int = 0
     preemptions: int = 0
     cached: int = 0
     admitted: bool = False

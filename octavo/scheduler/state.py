@@ -30,6 +30,7 @@ from octavo.scheduler.slots import (
     Sequence,
     SlotTable,
 )
+from octavo.scheduler.swap import HostPool, should_swap
 from octavo.types import MAX_N, MAX_PRIORITY, EngineRequest
 
 
@@ -50,6 +51,7 @@ class SchedulerState:
         self.mask = limits.block_size - 1
         invariant(limits.block_size == 1 << self.shift, "the block size is a power of two")
         self.pool = BlockPool(limits.blocks, prefix_cache=limits.prefix_cache)
+        self.host = HostPool(limits.swap_blocks)
         self.slots = SlotTable(max(64, 2 * limits.max_num_seqs))
         self.queue = WaitingQueue(fair=limits.policy == "fair")
         self.blocked = 0  # row that was served next and found no room in the last plan
@@ -178,32 +180,59 @@ class SchedulerState:
                 return True
         return False
 
-    def preempt(self, row: int, to: int, why: str) -> None:
+    def preempt(self, row: int, to: int, why: str, room: int = 0) -> tuple[I64, I64]:
         """Take a running row's blocks; it goes back to its place in the queue when nothing of it is in flight.
 
-        `to`: the row that it gives way to, maybe itself; `why` is for people.
+        `to`: the row that it gives way to, maybe itself; `why` is for people. Returns what the plan that is being
+        made must swap out: device blocks, at most `room`, and the host blocks that they go to.
         """
         slots = self.slots
         sequence = slots.sequence(row)
         self.publish_generated(row, keys=True)
+        computed = int(slots.computed[row])
         self.stats.preemptions += 1
-        self.stats.preempted_tokens += int(slots.computed[row])
+        self.stats.preempted_tokens += computed
         sequence.preemptions += 1
+        sequence.reached = max(sequence.reached, computed)
         self.last_preemption = Preemption(
             self.step,
             sequence.request.id,
             int(slots.child[row]),
-            int(slots.computed[row]),
+            computed,
             int(slots.request_id[to]),
             why,
         )
         blocks = self.blocks_of(row)
         sequence.given_up = blocks.copy()
+        out, host = self._swap_out(sequence, computed, blocks, room)
         self.pool.drop(blocks)
         slots.blocks[row] = 0
         slots.state[row] = PREEMPTED
         if slots.in_flight[row] == 0:
             self.requeue(row)
+        return out, host
+
+    def _swap_out(self, sequence: Sequence, computed: int, blocks: I64, room: int) -> tuple[I64, I64]:
+        """Host blocks for a sequence that gives way, if swapping is the cheaper way; else none."""
+        room = min(room, self.host.free)
+        if not room:
+            return NO_BLOCKS, NO_BLOCKS
+        blocks = blocks[: -(-computed >> self.shift)].copy()
+        alone = (self.pool.ref[blocks] == 1).nonzero()[0]
+        kept = int(alone[0]) << self.shift if len(alone) else computed
+        if not should_swap(computed, kept, len(blocks), room, self.limits.swap_cost):
+            return NO_BLOCKS, NO_BLOCKS
+        sequence.host, sequence.swap_step = self.host.take(len(blocks)), self.step
+        self.stats.swapped_out_tokens += computed
+        return blocks, sequence.host
+
+    def forget_swapped(self, row: int) -> None:
+        """Give the host blocks of a sequence back: it computes its tokens again, or has ended."""
+        sequence = self.slots.sequence(row)
+        if sequence.host is not None:
+            self.host.give_back(sequence.host)
+            sequence.host = None
+            self.slots.computed[row] = 0
 
     def requeue(self, row: int) -> None:
         """A preempted row of which nothing is in flight goes back to its place in the queue, tokens and all."""
@@ -216,7 +245,8 @@ class SchedulerState:
             self.add_keys(sequence, sequence.ids)
         self.device_rows.append(device_row)
         slots.device_row[row] = 0
-        slots.computed[row] = 0
+        if sequence.host is None:
+            slots.computed[row] = 0
         slots.flags[row] &= ~SHARED_TAIL
         slots.state[row] = WAITING
         self.enqueue(row)
@@ -259,6 +289,7 @@ class SchedulerState:
             )
         )
         self.pool.drop(self.blocks_of(row))
+        self.forget_swapped(row)
         sequence.forked = None
         slots.blocks[row] = 0
         slots.state[row] = DEAD
@@ -350,6 +381,8 @@ class SchedulerState:
         """
         slots, pool = self.slots, self.pool
         failed = set(rows)
+        if lost:
+            failed.update(self._lose_swapped(step))
         suspects: set[int] = set()
         for late in (step, *self.in_flight):  # steps after it went on from what it wrote
             for row, blocks in late.published:
@@ -366,6 +399,18 @@ class SchedulerState:
             for row in list(self.requests.get(request, ())):
                 if slots.state[row] not in (EMPTY, DEAD):
                     self.end(row, ERROR)
+
+    def _lose_swapped(self, step: Step) -> list[int]:
+        """What `step` was to swap out is not there: who waits with it computes again. Returns rows that went on."""
+        went_on = []
+        for sequence in self.slots.sequences:
+            if sequence is not None and sequence.swap_step == step.number:
+                sequence.swap_step = 0
+                if sequence.host is None:
+                    went_on.append(sequence.row)
+                else:
+                    self.forget_swapped(sequence.row)
+        return went_on
 
     def _has_held(self, sequence: Sequence, blocks: set[int]) -> bool:
         """Whether a sequence holds one of `blocks`, or held one in a step that is in flight."""

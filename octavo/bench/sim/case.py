@@ -30,6 +30,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     aborts: float
     faults: float
     growth: float = 0.0  # share of requests with a short prompt and a long output
+    host_blocks: int = 0
+    swap_cost: float = 0.0
+    policy: str = "fcfs"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +50,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     logprobs: int = -1
+    priority: int = 0
+    tenant: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -110,6 +115,9 @@ def draw_config(rng: Random) -> SimConfig:
         aborts=rng.choice((0.0, 0.02, 0.07)),
         faults=rng.choice((0.0, 0.0, 0.0, 0.003, 0.02)),
         growth=rng.choice((0.2, 0.5, 0.9)),
+        host_blocks=rng.choice((0, 0, 1, max(1, columns // 2), columns, 3 * columns, usable)),
+        swap_cost=rng.choice((0.0, 0.0, 0.25, 0.75)) * block_size,
+        policy=rng.choice(("fcfs", "fcfs", "priority", "fair")),
     )
 
 
@@ -165,6 +173,8 @@ class Traffic:
             stop_ids=stop_ids,
             min_tokens=rng.choice((0, 0, 0, 2, 7)),
             logprobs=rng.choice((-1, -1, -1, 0, 2)),
+            priority=rng.choice((-1, 0, 0, 0, 1, 5)) if config.policy == "priority" else 0,
+            tenant=rng.choice("abbb") if config.policy == "fair" else "",
         )
         if rng.random() < 0.02:
             return self._unservable(spec)

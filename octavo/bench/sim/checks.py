@@ -1,11 +1,11 @@
 """Invariants of the scheduler, recounted from scratch after every step. Nothing here trusts a counter.
 
-The numbers are those of the design: (I1) every block in exactly one state; (I2) a reference count is the number of
-tables that hold the block; (I3) who shares a block has the same content there; (I4) nobody writes a shared block;
-(I5) index, keys and block contents agree, salts never mix; (I6) budget, rows and sections within their limits; (I7)
-computed <= known <= limit, blocks cover what is computed; (I8) what ended owns nothing; (I9) one end each; (I10)
-output as alone; (I11) counters equal a recount; (I12) no key in the index without its parent's. I9 and I10 are
-checked where results arrive, in `world`.
+The numbers are those of the design: (I1) every block in exactly one state, on the device and on the host; (I2) a
+reference count is the number of tables that hold the block; (I3) who shares a block has the same content there; (I4)
+nobody writes a shared block; (I5) index, keys and block contents agree, salts never mix; (I6) budget, rows and
+sections within their limits; (I7) computed <= known <= limit, blocks cover what is computed; (I8) what ended owns
+nothing; (I9) one end each; (I10) output as alone; (I11) counters equal a recount; (I12) no key in the index without
+its parent's. I9 and I10 are checked where results arrive, in `world`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,26 @@ def check_index(scheduler: Scheduler, runner: FakeRunner, ledger: Ledger, *, con
     ensure(not orphans, "I12: a block is cached without its parent")
 
 
+def check_host(scheduler: Scheduler, runner: FakeRunner, ledger: Ledger, seen: list[Seen], *, contents: bool) -> None:
+    """I1, I5, I7 for host blocks: each belongs to one sequence that waits, and holds what that had computed."""
+    host, size = scheduler.state.host, scheduler.state.limits.block_size
+    owned: list[int] = []
+    for one in seen:
+        if one.sequence.host is None:
+            continue
+        blocks = one.sequence.host.tolist()
+        owned += blocks
+        if one.state not in (WAITING, PREEMPTED) or len(blocks) != -(-one.computed // size):
+            raise Violation(f"I7: {one} has {len(blocks)} host blocks for {one.computed} tokens")
+        keys = [one.sequence.keys[i : i + KEY_BYTES] for i in range(0, len(one.sequence.keys), KEY_BYTES)]
+        for key, block in zip(keys[: one.computed // size], blocks, strict=False):
+            if contents and runner.host[block] != ledger.contents.get(key):
+                raise Violation(f"I5: host block {block} does not hold what {one} had computed")
+    if len(set(owned)) != len(owned) or sorted(owned) != host.used.nonzero()[0].tolist():
+        raise Violation(f"I1: host blocks {sorted(owned)} have owners, {host.used.nonzero()[0].tolist()} are in use")
+    ensure(host.free == host.blocks - len(owned), f"I1: {host.free} host blocks are free")
+
+
 def check_sharing(scheduler: Scheduler, seen: list[Seen], ref: list[int]) -> None:
     """I3."""
     size = scheduler.state.limits.block_size
@@ -173,7 +193,9 @@ def row_problem(one: Seen, block_size: int) -> str:
     if not 0 <= computed <= known <= one.limit:
         return "I7: does not count right"
     if now == WAITING:
-        if one.device_row or len(one.sequence.ids) != known or (computed and not held):
+        if one.device_row or len(one.sequence.ids) != known:
+            return "I7: waits with the wrong things"
+        if computed and not held and one.sequence.host is None:
             return "I7: waits with the wrong things"
     elif not one.device_row and now != DEAD:
         return "I8: has no device row"
@@ -198,6 +220,7 @@ def check_plan(scheduler: Scheduler, words: list[int]) -> None:
     ensure(0 <= tokens <= limits.max_num_batched_tokens, "I6: more tokens in a step than allowed")
     ensure(rows <= limits.max_num_seqs, "I6: more rows in a step than allowed")
     ensure(words[11] <= limits.table_capacity, "I6: more table writes in a step than allowed")
+    ensure(max(words[15], words[17]) <= limits.swap_capacity, "I6: more blocks swapped in a step than allowed")
     ensure(words[19] <= limits.max_num_seqs, "I6: more parameter blocks in a step than allowed")
 
 
@@ -206,6 +229,7 @@ def check_idle(scheduler: Scheduler) -> None:
     state = scheduler.state
     ensure(not state.requests and not state.ended and not state.in_flight, "work is left")
     ensure(state.pool.free == state.pool.usable, f"{state.pool.usable - state.pool.free} blocks leaked")
+    ensure(state.host.free == state.host.blocks, f"{state.host.blocks - state.host.free} host blocks leaked")
     ensure(len(state.device_rows) == state.limits.max_num_seqs, "device rows leaked")
     ensure(not len(state.queue), "the queue is not empty")
 

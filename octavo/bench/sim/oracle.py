@@ -69,6 +69,8 @@ class Ledger:
             stop_ids=spec.stop_ids,
             min_tokens=spec.min_tokens,
             logprobs=spec.logprobs,
+            priority=spec.priority,
+            tenant=spec.tenant,
         )
 
     def expect(self, number: int, spec: Spec, root: bytes) -> None:

@@ -24,6 +24,10 @@ from octavo.scheduler.records import ABORT, ERROR, RUNNING, Limits, Stats, Token
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.slots import ENDING, WAITING
 
+COUNTERS = (
+    "prompt_tokens_computed", "recomputed_tokens", "generated_tokens", "steps", "block_copies", "peak_blocks",
+)  # fmt: skip
+
 
 class WatchedRunner(FakeRunner):
     """Calls `before` with the words of each plan, and `after` when it was launched."""
@@ -58,6 +62,9 @@ class World:
             vocab_size=config.vocab,
             prefix_cache=config.prefix_cache,
             watermark=config.watermark,
+            policy=config.policy,
+            swap_blocks=config.host_blocks,
+            swap_cost=config.swap_cost,
         )
         self.scheduler = Scheduler(limits)
         self.runner = WatchedRunner(
@@ -66,12 +73,15 @@ class World:
             block_size=config.block_size,
             blocks=config.usable + 1,
             vocab_size=config.vocab,
+            host_blocks=config.host_blocks,
         )
         self.runner.before, self.runner.after = self._before_launch, self._after_launch
         self.loop = EngineLoop(self.scheduler, self.runner, config.depth)
         self.ledger = Ledger(config)
         self.finished: list[tuple[int, list[int]]] = []
         self.count = Stats()  # recounted here from plans and results
+        self.swapped_out = self.swapped_in = 0  # blocks
+        self.reached: dict[tuple[int, int], int] = {}  # sequence -> tokens that it has computed, at most
         self.aborts = self.errors = self.submitted = self.refused = 0
         self.ended_preemptions = 0
         self.now = 0
@@ -108,10 +118,10 @@ class World:
         left = [key for key, one in self.ledger.live.items() if not one.reported]
         ensure(not left, f"I9: no end was reported for {left[:3]}")
 
-    def _work(self) -> int:
-        """Steps that the live sequences may take, one after the other, a token at a time."""
-        tokens = sum(one.spec.limit for one in self.ledger.live.values() if not one.over)
-        return (self.config.depth + 2) * (tokens + 10)
+    def _work(self, number: int = 0) -> int:
+        """Steps that the live sequences may take, or those of one request, one after the other, a token at a time."""
+        live = [one for key, one in self.ledger.live.items() if not one.over and number in (0, key[0])]
+        return (self.config.depth + 2) * (sum(one.spec.limit for one in live) + 10)
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Fault):
@@ -142,6 +152,9 @@ class World:
         ensure(not refuse, f"request {event.id} can never run, and was not refused")
         self.submitted += 1
         self.ledger.expect(event.id, event.spec, request.root)
+        if self.config.policy != "fcfs":  # it may be served before them all
+            work = self._work(event.id)
+            self.deadlines = {number: at + work for number, at in self.deadlines.items()}
         self.deadlines[event.id] = self.now + 50 + self._work()
 
     def _turn(self) -> None:
@@ -156,9 +169,11 @@ class World:
         if self.poisoned:
             pool = state.pool
             self.poisoned = any(pool.ref[b] or b in pool.index for b in self.runner.tainted)
+            self.poisoned |= any(state.host.used[b] for b in self.runner.tainted_host)
         seen = checks.look(self.scheduler)
         ref = checks.check_blocks(self.scheduler, seen)
         checks.check_index(self.scheduler, self.runner, self.ledger, contents=not self.faulty)
+        checks.check_host(self.scheduler, self.runner, self.ledger, seen, contents=not self.faulty)
         checks.check_sharing(self.scheduler, seen, ref)
         checks.check_rows(self.scheduler, seen)
         self._check_counters(seen)
@@ -187,10 +202,30 @@ class World:
         flags = words[32 + 3 * rows : 32 + 4 * rows]
         ensure(all(flag & 2 == 0 for flag in flags[:decode_rows]), "I6: a decode row is fed by the host")
         self.count.steps += 1
-        self.count.prompt_tokens_computed += words[4] - decode_rows
+        self._count_rows(words, rows)
         self.count.block_copies += words[13]
+        self.swapped_out += words[15]
+        self.swapped_in += words[17]
         pool = self.scheduler.state.pool
         self.count.peak_blocks = max(self.count.peak_blocks, pool.usable - pool.free)
+
+    def _count_rows(self, words: list[int], rows: int) -> None:
+        """What each row computes: for the first time, or again."""
+        slots = self.scheduler.state.slots
+        names = {
+            device_row: (int(slots.request_id[row]), int(slots.child[row]))
+            for row, device_row in enumerate(slots.device_row.tolist())
+            if device_row
+        }
+        for i in range(rows):
+            device_row, start, length, flags = words[32 + i : 32 + 4 * rows : rows]
+            name, end = names[device_row], start + length
+            reached = self.reached.get(name, 0)
+            self.reached[name] = max(reached, end)
+            if flags & 2:
+                prompt = len(self.ledger.live[name].spec.prompt)
+                self.count.recomputed_tokens += max(0, min(end, reached) - start)
+                self.count.prompt_tokens_computed += max(0, min(end, prompt) - max(start, reached))
 
     def _after_launch(self) -> None:
         checks.check_writes(self.scheduler, self.runner)
@@ -249,19 +284,22 @@ class World:
         if all(self.ledger.live[key].reported for key in children):
             for key in children:
                 del self.ledger.live[key]
+                self.reached.pop(key, None)
             self.deadlines.pop(number, None)
             self.may_fail.discard(number)
 
     def _check_counters(self, seen: list[Seen]) -> None:
         """I11."""
         stats, count = self.scheduler.stats, self.count
-        computed = stats.prompt_tokens_computed + stats.recomputed_tokens
-        ensure(computed == count.prompt_tokens_computed, "I11: tokens fed by the host")
-        for name in ("generated_tokens", "steps", "block_copies", "peak_blocks"):
+        for name in COUNTERS:
             if getattr(count, name) != getattr(stats, name):
                 raise Violation(f"I11: {name} is {getattr(stats, name)}, recounted {getattr(count, name)}")
         live = sum(one.sequence.preemptions for one in seen if checks.alive(one))
         ensure(stats.preemptions == self.ended_preemptions + live, "I11: preemptions")
+        size = self.config.block_size
+        swaps = ((stats.swapped_out_tokens, self.swapped_out), (stats.swapped_in_tokens, self.swapped_in))
+        for tokens, blocks in swaps:  # of each sequence, the last block may be filled in part
+            ensure(blocks * size >= tokens >= (blocks - stats.preemptions) * size, "I11: swapped tokens")
 
     def _check_progress(self, seen: list[Seen]) -> None:
         """The first in the order of service never stands still; nobody waits for ever."""
