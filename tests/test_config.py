@@ -41,12 +41,22 @@ def test_the_longest_sequence_shrinks_to_what_fits():
         ({"depth": 3}, "depth is 3"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"max_num_batched_tokens": "many"}, "many"),
+        ({"swap_space": -1.0}, "swap_space is -1"),
     ],
     ids=str,
 )
 def test_refusals_name_the_number(options, words):
     with pytest.raises(ConfigError, match=words):
         facts(**options)
+
+
+def test_swap_space_becomes_blocks_where_it_can_help():
+    assert facts().swap_blocks == 0
+    made = facts(swap_space=1.0)
+    assert made.swap_blocks == GIB // made.kv_bytes_per_block and f"{made.swap_blocks} blocks of host" in made.line()
+    config, _ = engine_config(swap_space=1.0)
+    tiny = ModelFacts(8192, 23040, "bfloat16", parameters=100_000)
+    assert resolve(config, CPU, tiny).swap_blocks == 0  # computing a block again is faster than moving it
 
 
 def test_unknown_options_are_refused_and_old_spellings_explained():

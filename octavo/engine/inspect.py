@@ -38,6 +38,7 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
                 "recomputed_tokens": sequence.recomputed,
                 "swapped_tokens": sequence.swapped,
                 "blocks": state.blocks_of(row).tolist(),
+                "host_blocks": [] if sequence.swapped is None else sequence.swapped.tolist(),
             }
         )
     return {
@@ -45,6 +46,8 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
         "total_blocks": pool.usable,
         "free_blocks": pool.free,
         "used_blocks": pool.usable - pool.free,
+        "host_blocks": state.host.blocks,
+        "free_host_blocks": state.host.free,
         "live_tokens": now.slots - now.waste,
         "waste_tokens": now.waste,
         "owners": pool.ref[1:].tolist(),

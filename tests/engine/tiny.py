@@ -58,10 +58,15 @@ class TinyEngine:
         max_len: int = 1024,
         depth: int = 0,
         cache: bool = True,
+        swap_blocks: int = 0,
     ) -> None:
-        self.limits = ModelLimits(VOCAB, max_len, block_size, (EOS,), cache)
-        self.runner = TorchRunner(decoder, blocks=blocks + 1, block_size=block_size, rows=seqs, max_len=max_len)
-        self.scheduler = Scheduler(Limits(seqs, budget, max_len, block_size, blocks + 1, VOCAB, cache))
+        vocab, eos = decoder.spec.vocab_size, decoder.spec.eos_ids
+        self.limits = ModelLimits(vocab, max_len, block_size, eos, cache)
+        self.runner = TorchRunner(
+            decoder, blocks=blocks + 1, block_size=block_size, rows=seqs, max_len=max_len, swap_blocks=swap_blocks
+        )
+        limits = Limits(seqs, budget, max_len, block_size, blocks + 1, vocab, cache, swap_blocks=swap_blocks)
+        self.scheduler = Scheduler(limits)
         self.loop = EngineLoop(self.scheduler, self.runner, depth)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.logprobs: dict[tuple[int, int], list[float]] = {}

@@ -82,13 +82,21 @@ class NativeEngine(TinyEngine):
         max_len: int = MAX_LEN,
         depth: int = 0,
         cache: bool = True,
+        swap_blocks: int = 0,
     ) -> None:
-        assert blocks < loaded.blocks
+        assert blocks + swap_blocks < loaded.blocks
         self.limits = ModelLimits(spec.vocab_size, max_len, block_size, spec.eos_ids, cache)
         self.runner = NativeRunner(
-            loaded.engine, blocks=blocks + 1, block_size=block_size, rows=seqs, max_len=max_len
+            loaded.engine,
+            blocks=blocks + 1,
+            block_size=block_size,
+            rows=seqs,
+            max_len=max_len,
+            swap_blocks=swap_blocks,
         )
-        limits = Limits(seqs, budget, max_len, block_size, blocks + 1, spec.vocab_size, cache)
+        limits = Limits(
+            seqs, budget, max_len, block_size, blocks + 1, spec.vocab_size, cache, swap_blocks=swap_blocks
+        )
         self.scheduler = Scheduler(limits)
         self.loop = EngineLoop(self.scheduler, self.runner, depth)
         self.tokens, self.logprobs, self.reasons, self.best = {}, {}, {}, {}

@@ -26,6 +26,7 @@ from octavo.scheduler.prefix import PrefixIndex
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.slots import SlotTable
 from octavo.scheduler.state import SchedulerState
+from octavo.scheduler.swap import HostPool
 
 STEPS, SEEDS = 500, 150
 
@@ -77,6 +78,8 @@ def hunt(mutant: Mutant) -> str:
 
 FAULTS = {"faults": 0.2, "depth": 2, "prefix_cache": True}
 REPEATS = {"block_size": 2, "growth": 0.0, "arrivals": 1.4, "prefix_cache": True, "max_len": 24, "usable": 60}
+SWAPS = {"host_blocks": 60, "swap_cost": 0.0, "growth": 0.9, "arrivals": 1.0}
+PRIORITIES = {"policy": "priority", "seqs": 3, "arrivals": 1.0}
 DROP = "self.pool.drop(self.blocks_of(row))"
 
 MUTANTS = [
@@ -146,6 +149,37 @@ MUTANTS = [
     Mutant("unservable request retried for ever", SchedulerState.check, "need > self.pool.usable", "False"),
     Mutant("passed over and never put back", Planner._admit, "self.state.enqueue(row)", "pass"),
     Mutant("forked children are not queued", Planner._fork, "self.state.enqueue(child.row)", "pass"),
+    Mutant("way made for a sequence that is behind", Planner._make_way,
+           " and slots.order[head] < slots.order[victim]", "", PRIORITIES),
+    # Swap.
+    Mutant("host blocks leak at an end", SchedulerState.end, "self.forget_swapped(row)", "pass", SWAPS),
+    Mutant("host blocks leak when they are read", Planner._swap_in, "state.host.give_back(host)", "pass", SWAPS),
+    Mutant("host blocks given back twice", SchedulerState.forget_swapped, "sequence.swapped = None", "pass", SWAPS),
+    Mutant("a host block has two owners", HostPool.take, "self._free.pop()", "self._free[-1]", SWAPS),
+    Mutant("the swap-out is not in the plan", Planner._give_way, "self.draft.swap_out += ", "[] + ", SWAPS),
+    Mutant("the swap-in is not in the plan", Planner._swap_in, "self.draft.swap_in += ", "[] + ", SWAPS),
+    Mutant("swapped in from the wrong place", Planner._swap_in, "host[first:last]", "host[: last - first]", SWAPS),
+    Mutant("swapped in to the wrong place", Planner._swap_in, "[first:last]), axis",
+           "[first:last][::-1]), axis", SWAPS),
+    Mutant("the last block is not swapped out", SchedulerState._swap_out, "-(-computed >> self.shift)",
+           "computed >> self.shift", SWAPS),
+    Mutant("the last block is not swapped in", Planner._swap_in, "-(-computed >> state.shift)",
+           "computed >> state.shift", SWAPS),
+    Mutant("what is in flight counts as not computed", SchedulerState.preempt, "computed = int(slots.computed[row])",
+           "computed = int(slots.computed[row] - slots.in_flight[row])", SWAPS),
+    Mutant("swapped out, and computed forgotten", SchedulerState.requeue, "if sequence.swapped is None:", "if True:",
+           SWAPS),
+    Mutant("host blocks forgotten, computed not", SchedulerState.forget_swapped,
+           "self.slots.computed[row] = 0", "pass", SWAPS | FAULTS),
+    Mutant("swapped out and in by one plan", Planner._try_admit,
+           "self.draft.swap_out and sequence.swapped is not None", "False", SWAPS | PRIORITIES),
+    Mutant("a partly filled swapped block is published", Planner._swap_in, "computed >> state.shift))",
+           "-(-computed >> state.shift)))", SWAPS),
+    Mutant("a lost swap-out is trusted", SchedulerState.fail_rows, "if lost:", "if False:", SWAPS | FAULTS),
+    Mutant("who came back from a lost swap-out goes on", SchedulerState._lose_swapped, "went_on.append(sequence.row)",
+           "pass", SWAPS | FAULTS),
+    Mutant("swapped tokens count as computed again", SchedulerState._swap_out,
+           "self.stats.swapped_out_tokens += computed", "pass", SWAPS),
     # Results.
     Mutant("finish reported twice", SchedulerState.end, "self.ended.append(",
            "self.ended += self.ended[-1:]\n    self.ended.append("),
