@@ -36,9 +36,9 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
                 "cached_tokens": sequence.cached,
                 "preemptions": sequence.preemptions,
                 "recomputed_tokens": sequence.recomputed,
-                "swapped_tokens": sequence.swapped,
+                "swapped_tokens": sequence.host,
                 "blocks": state.blocks_of(row).tolist(),
-                "host_blocks": [] if sequence.swapped is None else sequence.swapped.tolist(),
+                "host_blocks": [] if sequence.host is None else sequence.host.tolist(),
             }
         )
     return {

@@ -85,10 +85,10 @@ def run_with_a_flipped_byte(engine: TinyEngine, which: list[tuple[list[int], Sam
     state, victim = engine.scheduler.state, -1
     while engine.scheduler.has_work():
         engine.step()
-        waiting = [one for one in state.slots.sequences if one is not None and one.swapped is not None]
+        waiting = [one for one in state.slots.sequences if one is not None and one.host is not None]
         if victim < 0 and waiting:
             victim = waiting[0].request.id
-            value = engine.runner.host[0, 1, int(waiting[0].swapped[0]), 0, 0, :1].view(dtype=torch.uint8)
+            value = engine.runner.host[0, 1, int(waiting[0].host[0]), 0, 0, :1].view(dtype=torch.uint8)
             value[-1] ^= 0x80
     return victim
 
