@@ -3,7 +3,7 @@
 The mix: a full batch of sequences with prompts of which half is shared, one step in flight, and in every step one
 admission, one finish, one new block for a sixteenth of the batch, two aborts of requests that wait. Plan encoding,
 prefix cache and token batch are included. What is measured is the thread's CPU time of `plan` and `commit`
-together; `abort` and `submit` are reported beside it.
+together; `abort` and `submit` are reported beside it. Swap space is there, and nobody has to give way.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Churn:
                 vocab_size=VOCAB,
                 watermark=blocks // 100,
                 policy=policy,
+                swap_blocks=1024,
+                swap_cost=1.0,
             )
         )
         self.rng = np.random.default_rng(0)

@@ -64,24 +64,27 @@ class Planner:
         columns[3, :count] = (flags & IS_RARE) | SAMPLE
         for i, chunk in enumerate(self.chunks):
             columns[:, count + i] = chunk
-        rows, end, length, flags = columns[0].copy(), columns[1] + columns[2], columns[2], columns[3]
+        rows, end, flags = columns[0].copy(), columns[1] + columns[2], columns[3]
         samples = (flags & SAMPLE).nonzero()[0] if self.chunks else np.arange(count)
         slots.in_flight[rows] += 1
         device_rows = columns[0] = slots.device_row[rows]
         words = self.draft.encode(columns, count)
         if self.queue.fair:
-            self._charge(rows, length, flags)
+            self._charge(rows[:count])
         self.stats.steps += 1
         self.stats.block_copies += len(self.draft.copies) // 2
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.usable - self.pool.free)
         return Step(self.state.step, words, rows, device_rows, end, samples, self.published)
 
-    def _charge(self, rows: I64, length: I64, flags: I64) -> None:
+    def _charge(self, decodes: I64) -> None:
         """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
-        cost = length * PROMPT_WEIGHT + (flags & SAMPLE) * (OUTPUT_WEIGHT // SAMPLE)
-        for tenant, tokens in enumerate(np.bincount(self.slots.tenant[rows], cost).tolist()):
-            if tokens:
-                self.queue.charge(self.queue.names[tenant], int(tokens))
+        tenants, queue = self.slots.tenant, self.queue
+        for tenant, rows in enumerate(np.bincount(tenants[decodes]).tolist()):
+            if rows:
+                queue.charge(queue.names[tenant], rows * (PROMPT_WEIGHT + OUTPUT_WEIGHT))
+        for row, _, length, flags in self.chunks:
+            cost = length * PROMPT_WEIGHT + (OUTPUT_WEIGHT if flags & SAMPLE else 0)
+            queue.charge(queue.names[tenants[row]], cost)
 
     def _make_way(self) -> None:
         """The sequence that is served next takes the place of a running one of lower priority, one in each plan.
@@ -117,9 +120,9 @@ class Planner:
             rows = rows[np.lexsort((slots.order[rows], slots.last_step[rows]))[: self.budget]]
             rows.sort()
         computed, flags = slots.computed[rows], slots.flags[rows]
-        special = (flags & SHARED_TAIL) | ((computed & self.state.mask) == 0)
-        if np.count_nonzero(special):
-            out = self._place(rows[special.nonzero()[0]])
+        special = ((flags & SHARED_TAIL) | ((computed & self.state.mask) == 0)).nonzero()[0]
+        if len(special):
+            out = self._place(rows[special])
             if out or self.held_back:
                 rows = rows[(slots.state[rows] == DECODE) & ~np.isin(rows, out)]
                 computed, flags = slots.computed[rows], slots.flags[rows]
@@ -127,9 +130,10 @@ class Planner:
         slots.computed[rows] = computed + 1
         known = computed + 2
         slots.known[rows] = known
-        slots.last_step[rows] = self.state.step
-        last = known >= slots.limit[rows]
-        if np.count_nonzero(last):
+        if self.state.may_sit_out:
+            slots.last_step[rows] = self.state.step
+        last = (known >= slots.limit[rows]).nonzero()[0]
+        if len(last):
             slots.state[rows[last]] = ENDING
         return rows, computed, flags
 

@@ -78,28 +78,38 @@ class WaitingQueue:
 
     def pop(self) -> int | None:
         """Take out the row that is served next, None when nothing waits."""
-        while (tenant := self._next()) is not None:
-            key, row = heappop(self._heaps[tenant])
-            if self._keys.get(row) == key:
-                self.remove(row)
-                self._last_served = self.served.get(tenant, 0)
-                return row
-        return None
+        tenant = self._next()
+        if tenant is None:
+            return None
+        row = self._first(tenant)
+        heappop(self._heaps[tenant])
+        self.remove(row)
+        self._last_served = self.served.get(tenant, 0)
+        return row
 
     def peek(self) -> int | None:
         """The row that is served next; it stays."""
-        while (tenant := self._next()) is not None:
-            key, row = self._heaps[tenant][0]
-            if self._keys.get(row) == key:
-                return row
-            heappop(self._heaps[tenant])
-        return None
+        tenant = self._next()
+        return None if tenant is None else self._first(tenant)
 
     def _next(self) -> str | None:
-        waiting = [tenant for tenant, heap in self._heaps.items() if heap]
-        if len(waiting) < 2:
-            return waiting[0] if waiting else None
-        return min(waiting, key=lambda tenant: (self.served.get(tenant, 0), tenant))
+        """The least served tenant that waits; of equals the first by name."""
+        best, least = None, 0
+        for tenant, rows in self._waiting.items():
+            if rows:
+                served = self.served.get(tenant, 0)
+                if best is None or served < least or (served == least and tenant < best):
+                    best, least = tenant, served
+        return best
+
+    def _first(self, tenant: str) -> int:
+        """The first row of a tenant that waits; entries before it of rows that were taken out go."""
+        heap, keys = self._heaps[tenant], self._keys
+        while True:
+            key, row = heap[0]
+            if keys.get(row) == key:
+                return row
+            heappop(heap)
 
     def remove(self, row: int) -> None:
         """Take out a row that waits."""

@@ -212,16 +212,19 @@ class PrefixIndex:
         numbers = self._run_of[blocks]
         if not np.count_nonzero(numbers):
             return 0
-        runs, count = self._runs, 0
-        for number, at in zip(numbers.tolist(), self._place[blocks].tolist(), strict=True):
-            run = runs[number]
+        places, count, first = self._place[blocks], 0, 0
+        ends = (numbers[1:] != numbers[:-1]).nonzero()[0].tolist()
+        for last in (*ends, len(blocks) - 1):  # stretches of one run, mostly long
+            run = self._runs[numbers[first]]
             if run is not None:
-                if at != run.valid - 1:
+                at = int(places[last])
+                if places[first] != run.valid - 1 or places[first] - at != last - first:
                     invariant(False, "a chain is evicted from its tail")
+                count += run.valid - at
                 run.valid = at
-                count += 1
                 if not at:
                     self._remove(run)
+            first = last + 1
         self._run_of[blocks] = 0
         self._size -= count
         return count

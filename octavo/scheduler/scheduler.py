@@ -97,9 +97,12 @@ class Scheduler:
         told = self._told(step, prompts) if prompts else []
         self._landed(step)
         invariant(len(tokens) == len(picked), "as many tokens come back as rows sampled")
-        sampled, at = rows[picked], step.end[picked]
-        state.history[step.device_rows[picked], at] = tokens
+        sampled, at, device_rows = rows, step.end, step.device_rows
+        if len(picked) < len(rows):
+            sampled, at, device_rows = rows[picked], at[picked], device_rows[picked]
+        state.history[device_rows, at] = tokens
         now = slots.state[sampled]
+        good = now != DEAD
         try:
             ends = state.is_end[tokens.view(np.uint32)]
         except IndexError:  # a token outside the vocabulary
@@ -109,8 +112,8 @@ class Scheduler:
             wrong = wrong if bad is None else wrong | bad
             state.fail_rows(step, sampled[wrong].tolist(), lost=False)
             now = slots.state[sampled]
+            good &= (now != DEAD) & (now != EMPTY)
             ends = state.is_end[np.where(wrong, 0, tokens)]
-        good = (now != DEAD) & (now != EMPTY)
         batch = self._batch(sampled, tokens, good, logprobs)
         batch.prompts = told
         for i in (good & (ends | (now == ENDING))).nonzero()[0].tolist():

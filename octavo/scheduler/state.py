@@ -38,11 +38,12 @@ class SchedulerState:
     """Rows, blocks, queue, counters. Owner: one `Scheduler`; the planner works on it. Not thread-safe.
 
     history: known token ids of running sequences, [device row, position]. table: their blocks, [device row, column],
-    the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how
-    many requests end at a token id, and whether any does. in_flight: plans that are not
-    committed, oldest first. ended: ends that no token batch has reported yet. now_us: the time in microseconds, as
-    the loop last told it; nothing is decided by it. last_preemption: who gave way last. scratch: room for the rows of
-    the plan that is being made. shift, mask: log2 of the block size, and block size - 1.
+    the host's copy of the device's block table. requests: live rows of each request. ends_at, is_end: how many
+    requests end at a token id, and whether any does. in_flight: plans that are not committed, oldest first.
+    ended: ends that no token batch has reported yet. now_us: the time in microseconds, as the loop last told it;
+    nothing is decided by it. last_preemption: who gave way last. may_sit_out: one step may not have tokens for all
+    rows. scratch: room for the rows of the plan that is being made. shift, mask: log2 of the block size, and block
+    size - 1.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -66,6 +67,7 @@ class SchedulerState:
         self.is_end = np.zeros(limits.vocab_size, np.bool_)
         self.in_flight: deque[Step] = deque()
         self.ended: list[Ended] = []
+        self.may_sit_out = limits.max_num_seqs > limits.max_num_batched_tokens
         self.now_us = 0
         self.last_preemption: Preemption | None = None
         self.arrivals = 0

@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("end ids forgotten with the first request", SchedulerState.release,
            "if not self.ends_at[token]:", "if True:"),
     Mutant("one token too many", Scheduler.commit, "at[i] + 1 >= slots.limit", "at[i] >= slots.limit"),
-    Mutant("tokens after the end", Scheduler.commit, "good = (now != DEAD) &", "good ="),
+    Mutant("tokens after the end", Scheduler.commit, "good = now != DEAD", "good = now >= 0"),
     Mutant("logprobs of the next row", Scheduler._batch, "np.cumsum(good) - 1", "np.cumsum(good)"),
     # Faults.
     Mutant("a lost step stays in the index", SchedulerState.fail_rows, "pool.unpublish(suspects)",
