@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.scheduler.swap import swap_cost
 
 GIB = 1 << 30
 PRIORITY_ORDERS = ("high-first", "low-first")
@@ -225,6 +224,11 @@ class Facts:
         )
 
 
+# Floating point operations that a device does while one byte crosses between its memory and the host's. CUDA: about
+# 400 Tflop/s of large matrix products, 50 GB/s of PCIe 5; with both slower on smaller cards the ratio is much the
+# same. CPU: some 100 Gflop/s, and 4 GB/s of copying.
+FLOPS_PER_BYTE = {"cuda": 8000.0, "cpu": 25.0}
+
 # Defaults by device: sequences at a time, tokens a step, depth, share of the free memory for KV, most bytes for KV.
 _DEFAULTS = {"cpu": (64, 512, 0, 0.25, 4 * GIB), "cuda": (1024, 8192, 1, 1.0, 1 << 50)}
 
@@ -277,6 +281,14 @@ def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
         queued_reqs=_cap("max_num_queued_reqs", wish.scheduler.max_num_queued_reqs, 0),
         queued_tokens=_cap("max_num_queued_tokens", wish.scheduler.max_num_queued_tokens, 1),
     )
+
+
+def swap_cost(device: str, block_bytes: int, parameters: int) -> float:
+    """Tokens that could be computed while one KV block of `block_bytes` goes to the host and comes back.
+
+    A token takes about two operations for each of the model's `parameters`.
+    """
+    return block_bytes * FLOPS_PER_BYTE[device] / max(parameters, 1)
 
 
 def _swap_blocks(gib: float, per_block: int, size: int, cost: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.config import GIB, Hardware, ModelFacts, engine_config, resolve
+from octavo.config import GIB, Hardware, ModelFacts, engine_config, resolve, swap_cost
 from octavo.errors import ConfigError
 
 MODEL = ModelFacts(max_positions=8192, kv_bytes_per_token=23040, dtype="bfloat16", parameters=135_000_000)
@@ -57,6 +57,13 @@ def test_swap_space_becomes_blocks_where_it_can_help():
     config, _ = engine_config(swap_space=1.0)
     tiny = ModelFacts(8192, 23040, "bfloat16", parameters=100_000)
     assert resolve(config, CPU, tiny).swap_blocks == 0  # computing a block again is faster than moving it
+
+
+def test_the_cost_of_a_block_follows_the_model():
+    """16 tokens of Llama-3.1-8B and of Qwen3-0.6B on a data-centre card; SmolLM2-135M on a processor."""
+    assert swap_cost("cuda", 16 * 131072, 8_030_000_000) < 3
+    assert swap_cost("cuda", 16 * 114688, 600_000_000) > 16
+    assert swap_cost("cpu", 16 * 23040, 135_000_000) < 1
 
 
 def test_unknown_options_are_refused_and_old_spellings_explained():

@@ -30,7 +30,7 @@ class Limits:
     max_num_batched_tokens: tokens of one step. mixed_prefill: while rows decode, the host feeds at most so many
     tokens for each of them in one step, but may always feed `MIXED_FLOOR`; 0: as many as the step takes.
     swap_blocks: KV blocks of host memory; swap_cost: tokens that could be computed while one block goes there and
-    comes back (see `octavo.scheduler.swap`).
+    comes back (see `octavo.config.swap_cost`).
     """
 
     max_num_seqs: int

@@ -14,12 +14,6 @@ from octavo.errors import invariant
 
 I64 = NDArray[np.int64]
 
-# Floating point operations that a device does while one byte crosses between its memory and the host's. CUDA: about
-# 400 Tflop/s of large matrix products, 50 GB/s of PCIe 5; with both slower on smaller cards the ratio is much the
-# same. CPU: some 100 Gflop/s, and 4 GB/s of copying.
-FLOPS_PER_BYTE = {"cuda": 8000.0, "cpu": 25.0}
-
-
 class HostPool:
     """`blocks` KV blocks of host memory, numbered from 0."""
 
@@ -49,18 +43,11 @@ class HostPool:
         self._free += blocks.tolist()
 
 
-def swap_cost(device: str, block_bytes: int, parameters: int) -> float:
-    """Tokens that could be computed while one KV block of `block_bytes` goes to the host and comes back.
-
-    A token takes about two operations for each of the model's `parameters`.
-    """
-    return block_bytes * FLOPS_PER_BYTE[device] / max(parameters, 1)
-
-
 def should_swap(computed: int, kept: int, blocks: int, free: int, cost: float) -> bool:
     """Whether a sequence gives way by swapping its blocks instead of computing them again.
 
     computed: tokens whose KV it has. kept: how many of them, from the first, stay in the prefix cache because others
-    hold their blocks. blocks: KV blocks to move. free: host blocks that may take them. cost: see `swap_cost`.
+    hold their blocks. blocks: KV blocks to move. free: host blocks that may take them. cost: tokens that
+    could be computed while one block goes out and comes back.
     """
     return 0 < blocks <= free and blocks * cost < computed - kept
