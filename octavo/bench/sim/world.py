@@ -90,6 +90,7 @@ class World:
         self.lost: int | None = None  # number of the step that was lost, until that is reported
         self.poisoned = False  # keys and values are not finite somewhere, and nobody has noticed
         self.deadlines: dict[int, int] = {}  # request -> step by which it must have ended
+        self.top = 0  # the highest priority that there was since who is first became it, or gave way
         self.first: tuple[tuple[int, ...], int] = ((), 0)  # who is served first, and since when as it is
 
     def live(self) -> list[int]:
@@ -161,6 +162,7 @@ class World:
         state = self.scheduler.state
         if self.runner.armed or self.faulty:
             self.may_fail.update(self.live())  # until the loss is reported, whoever is there may have built on it
+        self.top = max([self.top] + [one.spec.priority for one in self.ledger.live.values() if not one.over])
         batches = self._loop_step()
         for batch in batches:
             self._receive(batch)
@@ -310,8 +312,10 @@ class World:
             return
         first = min(running, key=lambda one: one.order)
         mark = (first.request_id, first.child, first.computed, first.in_flight, first.sequence.preemptions)
-        if mark[:2] == self.first[0][:2]:
-            ensure(mark[4] == self.first[0][4], "the first in the order of service gave way")
+        if mark[:2] == self.first[0][:2] and mark[4] != self.first[0][4]:
+            ensure(self.top > first.sequence.request.priority, "the first in the order of service gave way")
+        if mark[:2] != self.first[0][:2] or mark[4] != self.first[0][4]:
+            self.top = first.sequence.request.priority
         if mark != self.first[0]:
             self.first = (mark, self.now)
         patience = 4 + 2 * self.config.depth + len(running)
