@@ -149,8 +149,6 @@ MUTANTS = [
     Mutant("unservable request retried for ever", SchedulerState.check, "need > self.pool.usable", "False"),
     Mutant("passed over and never put back", Planner._admit, "self.state.enqueue(row)", "pass"),
     Mutant("forked children are not queued", Planner._fork, "self.state.enqueue(child.row)", "pass"),
-    Mutant("way made for a sequence that is behind", Planner._make_way,
-           " and slots.order[head] < slots.order[victim]", "", PRIORITIES),
     # Swap.
     Mutant("host blocks leak at an end", SchedulerState.end, "self.forget_swapped(row)", "pass", SWAPS),
     Mutant("host blocks leak when they are read", Planner._swap_in, "state.host.give_back(host)", "pass", SWAPS),
