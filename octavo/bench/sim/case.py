@@ -33,6 +33,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0
     swap_cost: float = 0.0
     policy: str = "fcfs"
+    mixed_prefill: int = 0
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,6 +119,7 @@ def draw_config(rng: Random) -> SimConfig:
         host_blocks=rng.choice((0, 0, 1, max(1, columns // 2), columns, 3 * columns, usable)),
         swap_cost=rng.choice((0.0, 0.0, 0.25, 0.75)) * block_size,
         policy=rng.choice(("fcfs", "fcfs", "priority", "fair")),
+        mixed_prefill=rng.choice((0, 0, 1, 2)),
     )
 
 

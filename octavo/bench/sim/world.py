@@ -63,6 +63,7 @@ class World:
             prefix_cache=config.prefix_cache,
             watermark=config.watermark,
             policy=config.policy,
+            mixed_prefill=config.mixed_prefill,
             swap_blocks=config.host_blocks,
             swap_cost=config.swap_cost,
         )
