@@ -164,7 +164,8 @@ class Engine {
 
     // On all threads; each of these ends with a barrier.
     void embed(int thread);
-    void layer(const Layer& layer, uint8_t* pool, const Step& step, int thread);
+    void layer(const Layer& layer, uint8_t* pool, const Step& step, bool last, int thread);
+    void drop_unwanted(int thread);
     void add_and_norm(const float* post_norm, const float* norm, int forms, int thread);
     void convert_rows(const float* x, size_t stride, int rows, int forms, int thread);
     void multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
@@ -178,7 +179,7 @@ class Engine {
     void choose_experts(const Layer& layer, size_t token);
     void sort_choices(const Layer& layer);
 
-    void keep_sampled(const Step& step, int first, int count);
+    int find_wanted(const Step& step, int first, int count);
 
     Dims dims_;
     const Kernels* kernels_;
@@ -205,6 +206,8 @@ class Engine {
     std::vector<uint8_t*> scratch_;  // per thread
     std::vector<float> kept_, logits_;
     std::vector<Token> tokens_;
+    std::vector<int> wanted_;  // of the chunk's tokens, ascending
+    int active_ = 0;           // tokens that the current layer works on
     const int32_t* ids_ = nullptr;
     std::vector<Span> spans_;
     std::vector<Task> tasks_;

@@ -8,7 +8,7 @@ namespace octavo {
 
 // Reads acts_ (the normed rows), adds to x_. Like a dense MLP, but the rows are sorted by expert in between.
 void Engine::experts(const Layer& l, int thread) {
-    int n = static_cast<int>(tokens_.size()), chosen = l.dims.chosen, slots = n * chosen;
+    int n = active_, chosen = l.dims.chosen, slots = n * chosen;
     size_t hidden = hidden_stride_, mlp = static_cast<size_t>(l.experts_gate_up.width);
     auto mine = [&](int count, auto&& work) {
         for (int i = pool_.share(count, thread); i < pool_.share(count, thread + 1); i++) work(static_cast<size_t>(i));
@@ -70,7 +70,7 @@ void Engine::choose_experts(const Layer& l, size_t token) {
 
 // Gives every choice its slot, experts one after the other, and makes the products of the experts that were chosen.
 void Engine::sort_choices(const Layer& l) {
-    int slots = static_cast<int>(tokens_.size()) * l.dims.chosen;
+    int slots = active_ * l.dims.chosen;
     std::vector<int> next(static_cast<size_t>(l.dims.experts) + 1);
     for (int c = 0; c < slots; c++) next[static_cast<size_t>(choice_[static_cast<size_t>(c)]) + 1]++;
     up_pieces_.clear();

@@ -56,6 +56,8 @@ void Engine::chunk(const Step& step, int first, int count) {
         int from = std::max(first - at, 0), to = std::min(first + count - at, static_cast<int>(step.length[row]));
         for (int i = from; i < to; i++) tokens_.push_back({row, step.start[row] + i, i + 1 == to});
     }
+    active_ = count;
+    int sample = find_wanted(step, first, count);
     ids_ = step.ids + first;
     plan_attention(step);
     pool_.run([&](int thread) {
@@ -63,23 +65,40 @@ void Engine::chunk(const Step& step, int first, int count) {
         const float* post_norm = nullptr;  // of the layer before
         for (size_t i = 0; i < layers_.size(); i++) {
             add_and_norm(post_norm, layers_[i].attn_norm, layers_[i].qkv.forms, thread);
-            layer(layers_[i], pools_[i], step, thread);
+            layer(layers_[i], pools_[i], step, i + 1 == layers_.size(), thread);
             post_norm = layers_[i].post_mlp_norm;
         }
         if (post_norm) add_and_norm(post_norm, nullptr, 0, thread);
     });
-    keep_sampled(step, first, count);
+    std::copy_n(x_, wanted_.size() * hidden_stride_, kept_.data() + static_cast<size_t>(sample) * hidden_stride_);
 }
 
-void Engine::keep_sampled(const Step& step, int first, int count) {
-    int token = 0, row = 0;
+// Finds the tokens of the chunk whose hidden vectors are asked for: the last ones of rows that sample. Returns the
+// number of the first of these samples; the others follow it.
+int Engine::find_wanted(const Step& step, int first, int count) {
+    wanted_.clear();
+    int token = 0, row = 0, sample = 0;
     for (int i = 0; i < step.samples; i++) {
         for (; row <= step.sampled[i]; row++) token += step.length[row];
-        int at = token - 1 - first;  // the row's last token
-        if (at < 0 || at >= count) continue;
-        const float* x = x_ + static_cast<size_t>(at) * hidden_stride_;
-        std::copy(x, x + hidden_stride_, kept_.begin() + static_cast<long>(static_cast<size_t>(i) * hidden_stride_));
+        int at = token - 1 - first;
+        if (at < 0) sample = i + 1;
+        if (at >= 0 && at < count) wanted_.push_back(at);
     }
+    return sample;
+}
+
+// Goes on with the wanted tokens only, moved to the front: of the others, keys and values are all that is needed.
+void Engine::drop_unwanted(int thread) {
+    if (thread == 0) {
+        for (size_t i = 0; i < wanted_.size(); i++) {
+            size_t from = static_cast<size_t>(wanted_[i]);
+            if (from == i) continue;
+            std::copy_n(x_ + from * hidden_stride_, hidden_stride_, x_ + i * hidden_stride_);
+            std::copy_n(attn_ + from * attn_stride_, attn_stride_, attn_ + i * attn_stride_);
+        }
+        active_ = static_cast<int>(wanted_.size());
+    }
+    pool_.barrier();
 }
 
 // Embeddings, and the rotations that all layers use.
@@ -102,11 +121,13 @@ void Engine::embed(int thread) {
     pool_.barrier();
 }
 
-void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, int thread) {
-    int n = static_cast<int>(tokens_.size());
-    multiply(l.qkv, hidden_stride_, n, qkv_, qkv_stride_, Epilogue::Store, thread);
+void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, bool last, int thread) {
+    multiply(l.qkv, hidden_stride_, active_, qkv_, qkv_stride_, Epilogue::Store, thread);
     token_heads(l, pool, step, thread);
     attend(l, pool, thread);
+    if (last) drop_unwanted(thread);
+    int n = active_;
+    if (!n) return;
     convert_rows(attn_, attn_stride_, n, l.o.forms, thread);
     project(l.o, attn_stride_, thread);
     if (l.dims.experts) {
@@ -124,7 +145,7 @@ void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, int thread) 
 // The product that ends a sub-layer: added to the residual stream, or left in y_ when a norm comes between.
 void Engine::project(const Linear& linear, size_t in_stride, int thread) {
     bool later = dims_.post_norms;
-    multiply(linear, in_stride, static_cast<int>(tokens_.size()), later ? y_ : x_, hidden_stride_,
+    multiply(linear, in_stride, active_, later ? y_ : x_, hidden_stride_,
              later ? Epilogue::Store : Epilogue::Add, thread);
 }
 
@@ -132,7 +153,7 @@ void Engine::project(const Linear& linear, size_t in_stride, int thread) {
 void Engine::add_and_norm(const float* post_norm, const float* norm, int forms, int thread) {
     float* normed = normed_[static_cast<size_t>(thread)];
     Acts to = acts(hidden_stride_);
-    share(static_cast<int>(tokens_.size()), thread, threads(), [&](size_t t) {
+    share(active_, thread, threads(), [&](size_t t) {
         float* x = x_ + t * hidden_stride_;
         if (post_norm) {
             kernels_->norm(y_ + t * hidden_stride_, post_norm, dims_.hidden, dims_.eps, normed);
