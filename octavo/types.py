@@ -328,7 +328,8 @@ class RequestMetrics:
     """Where a request's time went. Points in time are seconds since the epoch, None while they have not come.
 
     first_scheduled_time: when the engine began with it. recomputed_tokens, swapped_tokens: computed again, and
-    brought back from the host, after `preemptions`.
+    brought back from the host, after `preemptions`. Both of vLLM's spellings are there: points as `..._time` and as
+    `..._ts`, where 0 stands for None.
     """
 
     arrival_time: float
@@ -336,10 +337,36 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    num_generation_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token; 0 while there is none."""
+        return _between(self.arrival_time, self.first_token_time) or 0.0
+
+    @property
+    def queued_ts(self) -> float:
+        """As `arrival_time`: it is queued at once."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float:
+        """As `first_scheduled_time`."""
+        return self.first_scheduled_time or 0.0
+
+    @property
+    def first_token_ts(self) -> float:
+        """As `first_token_time`."""
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        """As `last_token_time`."""
+        return self.last_token_time or 0.0
 
     @property
     def time_in_queue(self) -> float | None:

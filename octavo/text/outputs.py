@@ -182,6 +182,7 @@ class RequestText:
         metrics.first_token_time = self._wall(first) if first else None
         metrics.last_token_time = self._wall(last) if last else None
         metrics.finished_time = self._wall(end)
+        metrics.num_generation_tokens = sum(len(completion.token_ids) for completion in self.output.outputs)
 
     def _wall(self, at: float) -> float:
         """A time of the monotonic clock, which all processes share, as seconds since the epoch."""

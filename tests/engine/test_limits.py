@@ -165,6 +165,9 @@ def test_llm_results_carry_their_times() -> None:
         whole = found.time_in_queue + found.prefill_time + found.decode_time
         assert whole == pytest.approx(found.last_token_time - found.arrival_time)
         assert found.preemptions == found.recomputed_tokens == found.swapped_tokens == 0
+        assert found.num_generation_tokens == len(output.outputs[0].token_ids)
+        assert found.first_token_latency == found.first_token_ts - found.queued_ts > 0
+        assert found.scheduled_ts == found.first_scheduled_time and found.last_token_ts == found.last_token_time
     assert found.cached_tokens == output.num_cached_tokens == 16  # the second one found the first one's block
     assert output.outputs[0].finish_reason == "stop"
     (late,) = llm.generate("Once", SamplingParams(max_tokens=250, ignore_eos=True, timeout_s=0.02))
