@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--context", type=int, default=512, help="tokens of a window")
     sub.add_argument("--stride", type=int, help="tokens from one window to the next; --context if left out")
     sub.add_argument("--max-windows", type=int, help="stop after so many windows")
+    sub.add_argument("--methods", help="compare bf16, int8, int4, fp8, fp8-kv, rtn, awq, gptq (commas)")
+    sub.add_argument("--group-size", type=int, default=128, help="groups of rtn, awq and gptq")
     sub.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(sub)
 
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             f"context is {args.context} and stride {stride}.", "Give a context of 2 or more and a stride of 1 to it."
         )
     text = _read(args.file)
+    if args.methods:
+        return _compare(args, text, stride)
     from octavo.engine.llm import LLM
 
     options = engine_options(args)
@@ -73,6 +77,18 @@ def run(args: argparse.Namespace) -> int:
             f"{result.tokens} tokens in {result.windows} windows of {args.context}; weights "
             f"{result.weight_bytes / 1e6:.1f} MB; {result.tokens_per_second:.0f} tokens/s"
         )
+    return 0
+
+
+def _compare(args: argparse.Namespace, text: str, stride: int) -> int:
+    from octavo.cli.methods import rows, table
+
+    names = [name.strip() for name in args.methods.split(",") if name.strip()]
+    found = []
+    for row in rows(args.model, names, text, args.context, stride, args.max_windows, args.group_size):
+        found.append(row)
+        print(f"{row.method}: perplexity {row.perplexity:.4f}", file=sys.stderr)
+    print(json.dumps([asdict(row) for row in found]) if args.json else table(found))
     return 0
 
 

@@ -30,6 +30,8 @@ COMMANDS = {
     "generate": Command("octavo.cli.generate", "generate text for prompts from arguments, a file or stdin"),
     "chat": Command("octavo.cli.chat", "a conversation in the terminal, streamed"),
     "eval": Command("octavo.cli.eval", "perplexity of a model on a text, with its size and speed"),
+    "plan": Command("octavo.cli.plan", "what a model needs on a card, before it is downloaded"),
+    "quantize": Command("octavo.cli.quantize", "make a 4-bit checkpoint (AWQ, GPTQ) with a calibration text"),
     "bench": Command("octavo.cli.bench", "measure throughput, or the host cost of one step"),
     "doctor": Command("octavo.cli.doctor", "show this machine, what Octavo uses of it, and why not more"),
 }

@@ -19,7 +19,7 @@ from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
 from octavo.quantization.scheme import Scheme, scheme_from_config
-from octavo.runner.memory import ELEMENT_BYTES
+from octavo.runner.memory import ELEMENT_BYTES, kv_bytes_per_token
 from octavo.scheduler.records import Limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights.checkpoint import Checkpoint
@@ -156,14 +156,6 @@ def kv_dtype(config: EngineConfig, native: bool) -> str:
     if config.cache.kv_check and kind != "fp8":
         raise ConfigError("kv_check compares an FP8 KV cache with a plain one.", "Give --kv-cache-dtype fp8 with it.")
     return kind
-
-
-def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv: str = "") -> int:
-    """Bytes that one token takes in the KV cache, all layers, keys and values. `kv`: see `kv_dtype`."""
-    head = 2 * spec.head_dim * (1 if kv else ELEMENT_BYTES[dtype])
-    if kv == "int8":
-        head += 2 * 4  # a scale of its own for each key and value
-    return len(spec.layers) * spec.kv_heads * head
 
 
 def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:

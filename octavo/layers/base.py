@@ -22,14 +22,14 @@ class Weights:
     stay in memory twice. `leftover()` after the model is built must be empty.
     """
 
-    def __init__(self, params: dict[str, Weight]) -> None:
+    def __init__(self, params: dict[str, Weight], ops: Ops | None = None) -> None:
         first = next((value for value in params.values() if isinstance(value, Tensor)), None)
         if first is None:
             raise ModelError("A model cannot be built from no tensors at all.")
         self._params = params
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
-        self.ops: Ops = ops_for(first.device)
+        self.ops: Ops = ops or ops_for(first.device)
 
     def take(self, name: str, *shape: int, wide: bool = False) -> Tensor:
         """Remove and return one tensor; `ModelError` if it is missing or has another shape or dtype.

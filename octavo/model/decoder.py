@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, StepBatch
 from octavo.attention.choose import choose_backend
 from octavo.errors import ModelError
+from octavo.kernels.ops import Ops
 from octavo.kernels.quant import Weight
 from octavo.layers.attention import Attention, HeadNorm, Mix
 from octavo.layers.base import Weights
@@ -29,6 +30,9 @@ from octavo.layers.norm import RmsNorm
 from octavo.layers.rope import Rope
 from octavo.model.rotary import inverse_frequencies
 from octavo.model.spec import LayerSpec, ModelSpec, RopeSpec
+
+HeadMaker = Callable[[int, Tensor, HeadNorm | None], tuple[Tensor, Tensor, Tensor]]
+"""(layer, qkv_TJD, norm) -> (q_THD, k_TKD, v_TKD), normed and rotated"""
 
 
 class _Layer:
@@ -94,13 +98,18 @@ class Decoder:
     device. Layers with the same attention window share one: `backends` by window, `backend` that of the first layer.
 
     `fp8_kv`: the backends must be able to use KV pools in FP8. `kv_scales_L2K` (`KVPool.scales_L2K`) is then set by
-    who has them, and pools made before are in the model's dtype.
+    who has them, and pools made before are in the model's dtype. `ops`: kernels in place of the device's.
     """
 
     def __init__(
-        self, spec: ModelSpec, params: dict[str, Weight], backend: str | None = None, fp8_kv: bool = False
+        self,
+        spec: ModelSpec,
+        params: dict[str, Weight],
+        backend: str | None = None,
+        fp8_kv: bool = False,
+        ops: Ops | None = None,
     ) -> None:
-        weights = Weights(params)
+        weights = Weights(params, ops)
         self.spec = spec
         self.kv_scales_L2K: Tensor | None = None
         self.dtype, self.device = weights.dtype, weights.device
@@ -115,10 +124,10 @@ class Decoder:
         self.backend = self.backends[self._windows[0]]
         self._rope = self._make_rope(spec.rope, weights)
         self._window_rope = self._rope if spec.window_rope is None else self._make_rope(spec.window_rope, weights)
-        self._embed = Embedding(weights, "embed", spec.vocab_size, spec.hidden_size, spec.embed_scale)
-        self._layers = [_Layer(weights, index, spec, layer) for index, layer in enumerate(spec.layers)]
+        self.embed = Embedding(weights, "embed", spec.vocab_size, spec.hidden_size, spec.embed_scale)
+        self.layers = [_Layer(weights, index, spec, layer) for index, layer in enumerate(spec.layers)]
         self._norm = RmsNorm(weights, "norm", spec.hidden_size, spec.norm_eps)
-        head_VI: Weight = self._embed.weight_VI
+        head_VI: Weight = self.embed.weight_VI
         if not spec.tied_head:
             head_VI = weights.take_weight("head", spec.vocab_size, spec.hidden_size)
         self._head = Head(weights.ops, head_VI, spec.logit_scale, spec.logit_softcap)
@@ -148,25 +157,33 @@ class Decoder:
     def forward(self, batch: StepBatch, pool: KVPool) -> Tensor:
         """Run all layers over the tokens of one step: final, normed hidden_TI. Writes their KV into `pool`."""
         plans = {window: backend.plan(batch, pool.block_size) for window, backend in self.backends.items()}
-        rope = self._rope(batch.positions_T)
-        window_rope = rope if self._window_rope is self._rope else self._window_rope(batch.positions_T)
-        heads, both = self.spec.heads, self.spec.heads + self.spec.kv_heads
+        heads = self.head_maker(batch.positions_T)
 
         def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
             window = self._windows[layer]
-            qk_TJD = qkv_TJD[:, :both]
-            if norm is not None:
-                qk_TJD = self._ops.rms_norm(qk_TJD, *norm)
-            qk_TJD = self._ops.rotate(qk_TJD, *(window_rope if window else rope))
-            q_THD, k_TKD, v_TKD = qk_TJD[:, :heads], qk_TJD[:, heads:], qkv_TJD[:, both:]
-            return self.backends[window].run(layer, q_THD, k_TKD, v_TKD, pool, plans[window])
+            return self.backends[window].run(layer, *heads(layer, qkv_TJD, norm), pool, plans[window])
 
         return self.normed(self.forward_with(batch.ids_T, mix))
 
+    def head_maker(self, positions_T: Tensor) -> HeadMaker:
+        """What makes the heads of tokens at these positions out of a qkv product."""
+        rope = self._rope(positions_T)
+        window_rope = rope if self._window_rope is self._rope else self._window_rope(positions_T)
+        heads, both = self.spec.heads, self.spec.heads + self.spec.kv_heads
+
+        def make(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+            qk_TJD = qkv_TJD[:, :both]
+            if norm is not None:
+                qk_TJD = self._ops.rms_norm(qk_TJD, *norm)
+            qk_TJD = self._ops.rotate(qk_TJD, *(window_rope if self._windows[layer] else rope))
+            return qk_TJD[:, :heads], qk_TJD[:, heads:], qkv_TJD[:, both:]
+
+        return make
+
     def forward_with(self, ids_T: Tensor, mix: Mix) -> Tensor:
         """The residual stream after all layers, with the caller's way to do what lies between the products."""
-        stream_TI = self._embed(ids_T)
-        for layer in self._layers:
+        stream_TI = self.embed(ids_T)
+        for layer in self.layers:
             stream_TI = layer(stream_TI, mix)
         return stream_TI
 

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve
-from octavo.errors import ConfigError
+from octavo.config import EngineConfig, Facts, ModelFacts
 from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
 from octavo.runner.build import PLAIN, online, products, quantised_weight, torch_dtype
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.kv_scales import KvScales
-from octavo.runner.memory import weight_bytes
+from octavo.runner.memory import CardMemory, gib, graph_bytes, memory_share, weight_bytes
 from octavo.weights.checkpoint import Array, Checkpoint, to_float32
 from octavo.weights.load import DummyCheckpoint, load
 from octavo.weights.needs import TensorNeed
@@ -35,7 +34,6 @@ from octavo.weights.needs import TensorNeed
 _log = logging.getLogger(__name__)
 
 _STAGING = 64 << 20  # bytes of each of the two pinned buffers that weights pass through
-_GRAPH_MARGIN = 768 << 20  # bytes of all graphs themselves and of the captured mixed steps
 
 
 @dataclass(slots=True)
@@ -146,10 +144,10 @@ def build_cuda(
     timeline.mark("process and imports")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch_dtype(model.dtype)
     free, total = torch.cuda.mem_get_info(device)
-    memory = _Memory(config, total, min(free, int(total * _share(config))))
     weights = sum(weight_bytes(needs, model.dtype, stored=checkpoint, quantization=quantization).values())
+    memory = CardMemory(config, total, min(free, int(total * memory_share(config))), weights)
     timeline.mark("device")
-    wish = memory.resolve(model, memory.budget - weights, f"{_gib(weights)} of weights")  # refuse before loading
+    wish = memory.resolve(model, memory.budget - weights, f"{gib(weights)} of weights")  # refuse before loading
     params = load_params(needs, checkpoint, dtype, device, quantization)
     decoder = Decoder(spec, params, fp8_kv=kv is not None)
     if kv is not None:
@@ -164,8 +162,8 @@ def build_cuda(
     torch.cuda.synchronize(device)
     timeline.mark("largest step")
     used = free - torch.cuda.mem_get_info(device)[0]
-    graphs = 0 if config.model.enforce_eager else _GRAPH_MARGIN + wish.max_num_seqs * spec.vocab_size * dtype.itemsize
-    what = f"{_gib(weights)} of weights and {_gib(used - weights + graphs)} to run steps"
+    graphs = 0 if config.model.enforce_eager else graph_bytes(spec, model.dtype, wish.max_num_seqs)
+    what = f"{gib(weights)} of weights and {gib(used - weights + graphs)} to run steps"
     facts = memory.resolve(model, memory.budget - used - graphs, what)
     runner.set_pool(facts.blocks)
     timeline.mark("KV cache")
@@ -176,48 +174,3 @@ def build_cuda(
     runner.timeline = timeline.parts
     _log.info("%s", timeline.line())
     return runner, facts
-
-
-def _share(config: EngineConfig) -> float:
-    share = config.cache.gpu_memory_utilization
-    if not 0.05 <= share <= 1.0:
-        raise ConfigError(f"gpu_memory_utilization is {share}.", "Give a share of the card's memory, 0.05 to 1.")
-    return share
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The card: bytes in all, and bytes that this engine may use."""
-
-    config: EngineConfig
-    total: int
-    budget: int
-
-    def resolve(self, model: ModelFacts, left: int, taken: str) -> Facts:
-        """The engine's numbers with `left` bytes for the KV cache; ConfigError says what `taken` leaves."""
-        try:
-            facts = resolve(self.config, Hardware("cuda", max(left, 0)), model)
-        except ConfigError as error:
-            raise self._too_small(model, left, taken, error.cause) from None
-        if facts.blocks * facts.kv_bytes_per_block > left:
-            wanted = facts.blocks * facts.kv_bytes_per_block
-            raise self._too_small(model, left, taken, f"The KV cache asked for takes {_gib(wanted)}.")
-        return facts
-
-    def _too_small(self, model: ModelFacts, left: int, taken: str, cause: str) -> ConfigError:
-        """Needs, has, and what would help, the most effective first."""
-        scheduler, cache = self.config.scheduler, self.config.cache
-        longest = self.config.model.max_model_len or model.max_positions
-        fixes = {
-            "raise --gpu-memory-utilization to 0.95": (0.95 - cache.gpu_memory_utilization) * self.total,
-            f"lower --max-model-len from {longest} to {longest // 2}": longest // 2 * model.kv_bytes_per_token,
-            f"lower --max-num-batched-tokens from {scheduler.max_num_batched_tokens or 8192} to 2048": 1.0 * GIB,
-        }
-        ranked = sorted(fixes.items(), key=lambda item: -item[1])
-        text = "; or ".join(f"{fix} ({_gib(effect)})" for fix, effect in ranked if effect > 0)
-        have = f"This engine may use {_gib(self.budget)} of the card's {_gib(self.total)}; {taken} leave {_gib(left)}"
-        return ConfigError(f"{have} for the KV cache. {cause}", f"{text[:1].upper()}{text[1:]}.")
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB"

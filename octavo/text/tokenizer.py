@@ -121,6 +121,15 @@ class Tokenizer:
             add_eos=field(metadata, "tokenizer.ggml.add_eos_token", bool, False),
         )
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, from which `from_folder` makes the same tokenizer."""
+        (folder / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self.chat_template}
+        config |= {"bos_token": self.bos_token or None, "eos_token": self.eos_token or None}
+        config |= {"add_bos_token": bool(self._prefix), "add_eos_token": bool(self._suffix)}
+        known = {key: value for key, value in config.items() if value is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(known, indent=2), encoding="utf-8")
+
     @property
     def bos_token(self) -> str:
         """The string of `bos_id`, or ""."""

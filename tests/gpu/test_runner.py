@@ -103,8 +103,8 @@ def test_steady_steps_never_wait() -> None:
 
 def test_logits_that_are_not_finite_end_only_their_request() -> None:
     decoder = on_device(torch.float32)
-    decoder._embed.weight_VI = decoder._embed.weight_VI.clone()  # the head keeps the sound one
-    decoder._embed.weight_VI[77] = float("nan")
+    decoder.embed.weight_VI = decoder.embed.weight_VI.clone()  # the head keeps the sound one
+    decoder.embed.weight_VI[77] = float("nan")
     engine = cuda_engine(decoder, depth=1, seqs=8)
     engine.submit(0, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
     engine.submit(1, [5, 77, 7], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))

@@ -1,0 +1,202 @@
+"""`octavo quantize`: a 4-bit checkpoint from a model and a calibration text.
+
+What it writes is a folder in the layout of AWQ or GPTQ that other engines read too: config.json with a
+`quantization_config`, model.safetensors, and the tokenizer. Embedding, head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.engine.build import OpenedModel
+    from octavo.kernels.quant import Weight
+    from octavo.quantization.solve import Rounded
+    from octavo.text.tokenizer import Tokenizer
+    from octavo.weights.write import Stored
+
+_COPIED = ("*.json", "*.model", "*.jinja", "*.txt")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
+# Modules of Python that are read where no calibration text is given: half prose, half code, on every machine.
+_DEFAULT_TEXT = ("argparse", "difflib", "heapq", "textwrap", "statistics", "random", "datetime", "typing", "doctest")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="folder, .gguf file or hub id of a model that is not quantised yet")
+    parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
+    parser.add_argument("--method", default="awq", help="awq, gptq, or rtn (round to nearest, no calibration)")
+    parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
+    parser.add_argument("--calibration", type=Path, help="UTF-8 text like that the model will see; else Python's own")
+    parser.add_argument("--calibration-tokens", type=int, default=8192, help="tokens of it that are used")
+    parser.add_argument("--context", type=int, default=512, help="tokens that are read together")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        raise ConfigError(f"{args.output} exists already.", "Name a new folder.")
+    size = quantise_folder(
+        args.model, args.output, args.method, args.group_size, args.calibration, args.calibration_tokens,
+        args.context, args.revision, args.device,
+    )  # fmt: skip
+    print(f"{args.output}: {size / 1e6:.1f} MB, {args.method}, groups of {args.group_size}")
+    return 0
+
+
+def quantise_folder(
+    model: str | None,
+    output: Path,
+    method: str,
+    group: int,
+    calibration: Path | None = None,
+    tokens: int = 8192,
+    context: int = 512,
+    revision: str | None = None,
+    device: str = "auto",
+) -> int:
+    """Write the checkpoint; returns its bytes. Raises ConfigError, ModelError. Shows progress on a terminal."""
+    import torch
+    from tqdm import tqdm
+
+    from octavo.config import engine_config
+    from octavo.engine.build import open_model
+    from octavo.runner.build import load_params, pick_device
+    from octavo.runner.calibrated import quantise
+
+    config, _ = engine_config(model=model, revision=revision)
+    opened = open_model(config)
+    if opened.scheme is not None:
+        cause = f"The model is quantised already ({opened.scheme.line()})."
+        raise ModelError(cause, "Give the one that it was made from.")
+    tokenizer = _tokenizer(opened)
+    context = min(context, opened.spec.max_positions)
+    texts = [] if method == "rtn" else _pieces(tokenizer, calibration, tokens, context)
+    params = load_params(opened.needs, opened.checkpoint, torch.float32, pick_device(device))
+
+    def progress(layers: Iterable[int]) -> Iterable[int]:
+        bar: Iterable[int] = tqdm(layers, desc=f"Quantising ({method})", unit="layer", disable=None)
+        return bar
+
+    rounded = quantise(opened.spec, params, texts, method, group, progress)
+    output.mkdir(parents=True, exist_ok=True)
+    return _write(output, opened, tokenizer, params, rounded, method, group)
+
+
+def _pieces(tokenizer: Tokenizer, path: Path | None, tokens: int, context: int) -> list[list[int]]:
+    """The calibration text in pieces of `context` tokens."""
+    try:
+        text = _python_text() if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", "Give a UTF-8 text file.") from None
+    ids = tokenizer.encode(text, parse_special=False)
+    step = max(context, len(ids) // max(tokens // context, 1))  # spread over the whole text
+    found = [ids[at : at + context] for at in range(0, len(ids) - context + 1, step)][: max(tokens // context, 1)]
+    if not found:
+        raise ConfigError(f"The text has {len(ids)} tokens, fewer than --context {context}.", "Give a longer text.")
+    return found
+
+
+def _python_text() -> str:
+    import sysconfig
+
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    texts = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in _DEFAULT_TEXT]
+    return "\n".join(texts)
+
+
+def _tokenizer(opened: OpenedModel) -> Tokenizer:
+    from octavo.text.tokenizer import Tokenizer
+    from octavo.weights.gguf import GgufCheckpoint
+
+    if isinstance(opened.checkpoint, GgufCheckpoint):
+        return Tokenizer.from_gguf(opened.checkpoint.metadata)
+    return Tokenizer.from_folder(opened.files.path)
+
+
+def _write(
+    output: Path,
+    opened: OpenedModel,
+    tokenizer: Tokenizer,
+    params: Mapping[str, Weight],
+    rounded: Mapping[str, Rounded],
+    method: str,
+    group: int,
+) -> int:
+    import shutil
+
+    from octavo.bench.peer import config_of
+    from octavo.files import read_json
+    from octavo.quantization.export import awq_config, gptq_config
+    from octavo.weights.write import write_safetensors
+
+    spec = opened.spec
+    if opened.files.kind == "gguf":
+        names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        if spec.architecture not in names:
+            cause = f"A {spec.architecture} model in GGUF cannot be rewritten."
+            raise ModelError(cause, "Give its safetensors files.")
+        found: dict[str, Any] = config_of(spec) | {"model_type": spec.architecture}
+        found |= {"architectures": [names[spec.architecture]], "torch_dtype": spec.dtype, "hidden_act": "silu"}
+        found |= {"bos_token_id": spec.bos_id, "eos_token_id": list(opened.eos_ids)}
+        tokenizer.save(output)
+    else:
+        folder = opened.files.path
+        found = read_json(folder / "config.json")
+        for path in (path for pattern in _COPIED for path in folder.glob(pattern) if path.name not in _NOT_COPIED):
+            shutil.copyfile(path, output / path.name)
+    found["quantization_config"] = awq_config(group) if method == "awq" else gptq_config(group)
+    (output / "config.json").write_text(json.dumps(found, indent=2) + "\n")
+    return write_safetensors(output / "model.safetensors", dict(_tensors(opened, params, rounded, method)))
+
+
+def _tensors(
+    opened: OpenedModel, params: Mapping[str, Weight], rounded: Mapping[str, Rounded], method: str
+) -> Iterable[tuple[str, Stored]]:
+    """Every tensor of the checkpoint under its published name."""
+    import torch
+
+    from octavo.kernels.quant import dense
+    from octavo.model.spec import weight_needs
+    from octavo.quantization.export import to_awq, to_gptq
+    from octavo.weights.write import TAGS
+
+    spec = opened.spec
+    for need in weight_needs(spec, "hf"):
+        row = 0
+        for source in need.sources:
+            rows = slice(row, row + source.shape[0])
+            row += source.shape[0]
+            if need.name not in rounded:
+                plain = dense(params[need.name], torch.float32)[rows]
+                yield source.name, _stored(plain - need.offset, spec.dtype)
+                continue
+            whole = rounded[need.name]
+            codes, scales, zeros = (x[rows].cpu().numpy() for x in (whole.codes, whole.scales_OG, whole.zeros_OG))
+            if method == "awq":
+                made = to_awq(codes, scales, zeros)
+            else:
+                made = to_gptq(codes, scales, zeros, whole.group)
+            for piece, array in made.items():
+                yield f"{source.name.removesuffix('weight')}{piece}", (array, TAGS[str(array.dtype)])
+
+
+def _stored(tensor: Tensor, dtype: str) -> Stored:
+    import torch
+
+    tensor = tensor.cpu().contiguous()
+    if dtype == "bfloat16":
+        return tensor.to(torch.bfloat16).view(torch.uint16).numpy(), "BF16"
+    if dtype == "float16":
+        return tensor.to(torch.float16).numpy(), "F16"
+    return tensor.numpy(), "F32"

@@ -1,0 +1,64 @@
+"""`octavo quantize` and the table of methods, on a tiny model with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from octavo.cli.main import main
+from octavo.engine.llm import LLM
+from octavo.types import SamplingParams
+from tests.quantization.writers import awq, write_pair
+
+TEXT = "The river rises in the hills north of the town and runs for forty miles, past meadows, to the sea. " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    path = write_pair(tmp_path_factory.mktemp("model"), awq(32), {"quant_method": "awq"}, changes, skip=("proj",))[1]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
+def test_makes_a_checkpoint_that_loads(method: str, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["quantize", str(folder), str(out), "--method", method, "--group-size", "32", "--device", "cpu"]
+    text = ["--calibration", str(folder / "text.txt"), "--context", "128", "--calibration-tokens", "512"]
+    assert main([*words, *text]) == 0
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == ("awq" if method == "awq" else "gptq") and config["group_size"] == 32
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    params = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0)
+    for device in ("cpu", "torch-cpu"):
+        texts = []
+        for path in (folder, out):
+            llm = LLM(str(path), device=device, max_model_len=128, num_gpu_blocks_override=20)
+            entries = llm.generate(TEXT[:60], params, use_tqdm=False)[0].prompt_logprobs or []
+            texts.append([next(iter(entry.values())).logprob for entry in entries if entry is not None])
+        assert sum(abs(a - b) for a, b in zip(*texts, strict=True)) / len(texts[0]) < 0.6
+    assert main(words) == 2  # the folder is there now
+    assert main(["quantize", str(out), str(tmp_path / "again")]) == 3
+
+
+def test_table_of_methods(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "perplexity", str(folder / "text.txt"), "--model", str(folder), "--context", "128"]
+    words += ["--max-windows", "2", "--group-size", "32"]
+    assert main([*words, "--methods", "int8,rtn,fp8,fp8-kv,int4", "--json"]) == 0
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["float32", "int8", "rtn", "fp8", "fp8-kv", "int4"]
+    assert rows["float32"]["loss"] == 0 and all(abs(row["loss"]) < 0.2 for row in rows.values())
+    assert rows["rtn"]["smaller"] > 3.3 and 1.9 < rows["int8"]["smaller"] < 2 and rows["fp8-kv"]["smaller"] == 0.5
+    assert main([*words, "--methods", "best"]) == 2
+    assert main([*words, "--methods", "int8"]) == 0
+    assert "| int8 |" in capsys.readouterr().out
