@@ -96,7 +96,7 @@ def make_plan(config: EngineConfig, card: int) -> Plan:
     opened = open_model(config)
     spec, dtype, kv = opened.spec, run_dtype(config, opened.spec), kv_dtype(config, native=False)
     kind, weights = _weights(config, opened, dtype)
-    facts = ModelFacts(spec.max_positions, memory.kv_bytes_per_token(spec, dtype, kv), dtype)
+    facts = ModelFacts(spec.max_positions, memory.kv_bytes_per_token(spec, dtype, kv), dtype, spec.parameters)
     budget = int(card * memory.memory_share(config))
     held = memory.CardMemory(config, card, budget, sum(weights.values()))
     rows = config.scheduler.max_num_seqs or 1024
