@@ -36,7 +36,7 @@ def kv_state(state: SchedulerState) -> dict[str, Any]:
                 "cached_tokens": sequence.cached,
                 "preemptions": sequence.preemptions,
                 "recomputed_tokens": sequence.recomputed,
-                "swapped_tokens": sequence.host,
+                "swapped_tokens": sequence.swapped,
                 "blocks": state.blocks_of(row).tolist(),
                 "host_blocks": [] if sequence.host is None else sequence.host.tolist(),
             }

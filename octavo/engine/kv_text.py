@@ -16,6 +16,9 @@ def kv_text(state: Mapping[str, Any]) -> str:
         f"{used} of {total} blocks of {size} tokens are held; the prefix index knows what is in {cached}",
         f"they hold {live} tokens and {waste} empty places ({100 * waste / max(live + waste, 1):.1f} %)",
     ]
+    if state["host_blocks"]:
+        held = state["host_blocks"] - state["free_host_blocks"]
+        lines.append(f"{held} of {state['host_blocks']} host blocks are held")
     tables = state["tables"]
     holders: dict[int, list[str]] = {}
     for table in tables:
@@ -49,6 +52,8 @@ def _line(table: Mapping[str, Any], holders: Mapping[int, list[str]], size: int)
         if shared:
             parts.append(f"shares {len(shared)} with {_some(others)}")
         parts.append(f"{max(len(blocks) * size - table['tokens'], 0)} places empty")
+    if table["host_blocks"]:
+        parts.append(f"{len(table['host_blocks'])} blocks on the host")
     if table["cached_tokens"]:
         parts.append(f"{table['cached_tokens']} tokens were cached")
     if table["preemptions"]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 
+import msgspec
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
@@ -16,7 +17,8 @@ from octavo.engine.fake import fake_engine
 from octavo.engine.inspect import kv_state
 from octavo.engine.kv_text import kv_text
 from octavo.errors import QueueFull, RequestError
-from octavo.scheduler.records import REASONS
+from octavo.scheduler.records import REASONS, TokenBatch
+from tests.engine.tiny import TinyEngine, tiny_decoder
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
@@ -149,6 +151,33 @@ def test_the_text_view_names_sharers_and_waste() -> None:
     assert "shares 2 with 1.1" in first and "places empty" in first
     assert next(line for line in lines if line.startswith("1.1: waiting"))
     assert lines[-1] == "nobody had to give way so far"
+
+
+@pytest.mark.parametrize("swap_blocks", [0, 40])
+def test_the_view_and_the_ends_tell_swapping_from_computing_again(swap_blocks: int) -> None:
+    engine = TinyEngine(tiny_decoder(), blocks=24, max_len=384, budget=64, swap_blocks=swap_blocks, cache=False)
+    seen = ""
+    ends = []
+    step = engine.loop.step
+
+    def watched() -> list[TokenBatch]:
+        batches = step()
+        ends.extend(end for batch in batches for end in batch.ended)
+        return batches
+
+    engine.loop.step = watched  # type: ignore[method-assign]
+    for number in range(2):
+        engine.submit(number, [10 + number] * 150, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    while engine.scheduler.has_work():
+        engine.step()
+        state = kv_state(engine.scheduler.state)
+        msgspec.json.encode(state)  # plain values, whatever is where
+        text = kv_text(state)
+        seen = text if not seen and "gave way 1 times" in text else seen
+    assert ("blocks on the host" in seen) == ("of 40 host blocks are held" in seen) == bool(swap_blocks)
+    assert max(end.preemptions for end in ends) > 0
+    assert (max(end.swapped_tokens for end in ends) > 0) == bool(swap_blocks)
+    assert (max(end.recomputed_tokens for end in ends) > 0) == (not swap_blocks)
 
 
 def test_llm_results_carry_their_times() -> None:
