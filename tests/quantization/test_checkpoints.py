@@ -237,3 +237,42 @@ def test_zeros_of_nought_borrow_from_their_neighbours(tmp_path: Path) -> None:
 
     arrays = [pieces[name].numpy() for name in ("qweight", "qzeros", "scales")]
     np.testing.assert_allclose(read(*arrays, None, 4, 1).dequantize(), dense, rtol=1e-6)
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Quantised experts: widened on the torch path, packed on the native one."""
+    from transformers import Qwen3MoeConfig
+
+    from octavo.runner.native import build_native, refusal
+    from tests.model.driver import as_published, make_rival
+    from tests.runner.native import log_probabilities
+
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    rival = make_rival(Qwen3MoeConfig(**sizes, max_position_embeddings=256, bos_token_id=1, eos_token_id=2))
+    writer, config = CASES["gptq 32 asym"]
+    packed, plain = {}, {}
+    for name, tensor in as_published(rival).items():
+        module = name.removesuffix(".weight")
+        packed[name] = plain[name] = tensor.detach().contiguous()
+        if module.endswith(writers.LINEARS):
+            pieces, dense = writer(packed.pop(name).numpy())
+            packed |= {f"{module}.{piece}": value.contiguous() for piece, value in pieces.items()}
+            plain[name] = torch.from_numpy(dense)
+    made = json.loads(rival.config.to_json_string(use_diff=False)) | {"architectures": ["Qwen3MoeForCausalLM"]}
+    for path, state, extra in (("quantised", packed, {"quantization_config": config}), ("plain", plain, {})):
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "config.json").write_text(json.dumps(made | extra))
+        save_file(state, tmp_path / path / "model.safetensors")
+    assert_same(logits(tmp_path / "quantised"), logits(tmp_path / "plain"))
+    model = opened(tmp_path / "quantised")
+    if refusal(model.spec):
+        pytest.skip("the native module is not built")
+    found = []
+    for path, dtype in (("quantised", "bfloat16"), ("plain", "float32")):
+        one = opened(tmp_path / path)
+        runner = build_native(
+            one.spec, one.needs, one.checkpoint, blocks=9, block_size=16, rows=64, max_len=64, dtype=dtype
+        )
+        found.append(log_probabilities(runner, PROMPTS[19])[:, :97])
+    assert np.abs(found[0] - found[1]).mean() < 0.15
