@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Prompt tokens of one step for each row that decodes in it, by device: measured in docs/design.md, for the CPU only.
+# Prompt tokens of one step for each row that decodes in it, where the pace is to be even: see docs/design.md.
 MIXED_PREFILL = {"cpu": 2}
 
 ONLINE = ("fp8", "int8", "int4")
@@ -158,8 +158,8 @@ def kv_dtype(config: EngineConfig, native: bool) -> str:
     return kind
 
 
-def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
-    """Load the weights and start an engine. Raises ConfigError, ModelError."""
+def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = False) -> Engine:
+    """Load the weights and start an engine; `steady` as in `start_engine`. Raises ConfigError, ModelError."""
     spec = model.spec
     dtype = run_dtype(config, spec)
     native = runs_native(config, spec, dtype)
@@ -193,7 +193,7 @@ def build_engine(config: EngineConfig, model: OpenedModel) -> Engine:
     else:
         runner, facts = _torch_runner(config, model, model_facts, kind, kv == "fp8")
     _log.info("%s", facts.line())
-    return start_engine(facts, spec.vocab_size, model.eos_ids, runner)
+    return start_engine(facts, spec.vocab_size, model.eos_ids, runner, steady=steady)
 
 
 def _parameters_met(spec: ModelSpec) -> int:
@@ -291,8 +291,10 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner) -> Engine:
-    """A scheduler and a loop around a runner."""
+def start_engine(
+    facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner: Runner, *, steady: bool = False
+) -> Engine:
+    """A scheduler and a loop around a runner. steady: somebody watches the tokens come, so keep their pace even."""
     if runner.swap_blocks < facts.swap_blocks:
         _log.warning("Swapping is not built for this device: sequences that give way compute their KV again.")
     scheduler = Scheduler(
@@ -307,7 +309,7 @@ def start_engine(facts: Facts, vocab_size: int, eos_ids: tuple[int, ...], runner
             watermark=facts.watermark,
             policy=facts.policy,
             low_first=facts.low_first,
-            mixed_prefill=MIXED_PREFILL.get(facts.device, 0),
+            mixed_prefill=MIXED_PREFILL.get(facts.device, 0) if steady else 0,
             swap_blocks=runner.swap_blocks,
             swap_cost=facts.swap_cost,
         )

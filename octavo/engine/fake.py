@@ -87,4 +87,5 @@ def fake_engine(config: EngineConfig, eos_ids: tuple[int, ...]) -> Engine:
     pace = float(config.model.load_format.partition(":")[2] or 0) / 1000
     hardware = Hardware("cpu", 4 << 30)
     facts = resolve(config, hardware, ModelFacts(MAX_POSITIONS, 1024, "float32", 1 << 20))
-    return start_engine(facts, VOCABULARY, eos_ids, FakeEngineRunner(facts.max_num_seqs, pace))
+    runner = FakeEngineRunner(facts.max_num_seqs, pace)
+    return start_engine(facts, VOCABULARY, eos_ids, runner, steady=True)

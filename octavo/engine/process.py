@@ -93,7 +93,7 @@ def _build(start: Start) -> Engine:
 
         return fake_engine(start.config, start.eos_ids)
     model = with_ends(open_model(start.config), start.eos_ids)
-    return build_engine(start.config, model)
+    return build_engine(start.config, model, steady=True)
 
 
 def _give_up(channel: EngineEnd, code: int, cause: str, fix: str) -> int:
