@@ -44,7 +44,10 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded_by(statement) & HEAVY
 
 
-@pytest.mark.parametrize("part", ["scheduler", "text", "weights", "metrics", "quantization.ggml"])
+@pytest.mark.parametrize(
+    "part",
+    ["scheduler", "text", "weights", "metrics", "quantization.ggml", "server", "kernels.native", "runner.native"],
+)
 def test_these_parts_leave_torch_out(part: str) -> None:
     statement = (
         f"import importlib, pkgutil, octavo.{part} as part\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,19 @@ def together(spec, loaded, count, **options) -> NativeEngine:
         engine.submit(i, ids, params)
     engine.run()
     return engine
+
+
+def test_no_torch_at_run_time():
+    """From the import to the text, as `octavo generate` does it."""
+    code = """if True:
+        import sys
+        from octavo import LLM, SamplingParams
+        text = LLM().generate(["The sea is"], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].text
+        assert text, "no text"
+        sys.exit(f"loaded: {found}" if (found := {"torch", "transformers"} & set(sys.modules)) else 0)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_neighbours_change_nothing(stored):
