@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from octavo.attention import triton as triton_attention
 from octavo.attention.base import AttentionShape, KVPool
 from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
 from octavo.kernels.gpu import decode, linear, norm, prefill, rope, sample
@@ -154,16 +155,16 @@ def bench_decode(tune: bool) -> None:
         ("8 x 1024, 16/8", 16, 8, [(1024, 1)] * 8), ("1 x 1024, 16/8", 16, 8, [(1024, 1)]),
         ("1 x 8192, 32/8", 32, 8, [(8192, 1)]), ("256 x 1024, 40/40", 40, 40, [(1024, 1)] * 256),
     ]  # fmt: skip
-    for name, heads, kv_heads, rows in cases:
+    for name, heads, kv_heads, rows in [cases[i] for i in (0, 3, 5, 7)] if tune else cases:
         shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
         nbytes = sum(s + n for s, n in rows) * kv_heads * 128 * 2 * 2
-        for block_size in (16, 64):
+        for block_size in (16,) if tune else (16, 64):
             results = []
             for factor in (1, 2, 4) if tune else (0,):
                 base = cut_for(shape, torch.bfloat16, len(rows), 132)
                 items = base.items if not tune else max(132 * 3 // kv_heads * factor // 2, len(rows) * factor)
                 step = Step(shape, rows, block_size, cut=Cut(items, 64, 64, base.tile))
-                choices = [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 4), (64, 2, 4)]
+                choices = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 4), (32, 4, 5), (64, 2, 4)]
                 seconds, choice = best(decode.TUNED, choices, lambda step=step: timed(step.run), tune)
                 results.append((seconds, choice, items))
                 del step
@@ -204,12 +205,16 @@ def bench_prefix(tune: bool) -> None:
         plain = Step(shape, rows, 16)
         nbytes = sum(s + n for s, n in rows) * kv_heads * 512
         report(f"256 rows of which 3072 shared, {heads}/{kv_heads}, plain", timed(plain.run), nbytes)
-        step = Step(shape, rows, 16, shared=3072)
-        choices = [(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3)]
-        seconds, choice = best(prefill.TUNED, choices, lambda step=step: timed(step.run), tune)
         nbytes = (3072 + sum(s + n - 3072 for s, n in rows)) * kv_heads * 512
         flops = 256 * 3072 * heads * 128 * 4
-        report(f"  the prefix read once, {heads}/{kv_heads}", seconds, nbytes, flops, note=str(choice))
+        choices = [(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 4), (128, 128, 8, 3)]
+        for splits in (4, 8) if tune else (triton_attention.PREFIX_SPLITS,):
+            kept, triton_attention.PREFIX_SPLITS = triton_attention.PREFIX_SPLITS, splits
+            step = Step(shape, rows, 16, shared=3072)
+            seconds, choice = best(prefill.TUNED, choices, lambda step=step: timed(step.run), tune, "prefix")
+            triton_attention.PREFIX_SPLITS = kept
+            note = f"{choice} {splits} splits"
+            report(f"  the prefix read once, {heads}/{kv_heads}", seconds, nbytes, flops, note=note)
 
 
 def bench_small(tune: bool) -> None:
@@ -228,7 +233,7 @@ def bench_small(tune: bool) -> None:
             weights = torch.ones(heads + kv_heads, 128, dtype=torch.bfloat16, device=DEVICE)
             seconds = timed(
                 lambda qkv=qkv, weights=weights, table=table, at=at, pool=pool: rope.norm_rotate_write(
-                    qkv, (weights, 1e-6), table, at, at, pool[0], pool[1]
+                    qkv, rope.Turning((weights, 1e-6), table), at, at, pool[0], pool[1]
                 )
             )
             report(f"norm_rotate_write {name}", seconds, 4 * qkv.numel())
@@ -307,7 +312,26 @@ def bench_linear(tune: bool) -> None:
                     report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch[6:])
 
 
+def bench_buckets(tune: bool) -> None:
+    """The library's products at the numbers of rows that graphs are captured for."""
+    for n, k in ((4096, 1024), (6144, 1024), (28672, 4096), (4096, 14336), (6144, 4096)):
+        weights = [
+            torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) for _ in range(max(2, int(3e8 / (n * k * 2))))
+        ]
+        line = []
+        for m in (24, 32, 48, 56, 64, 72, 80, 96, 104, 112, 128, 136, 144, 160, 176, 192, 208, 224, 240, 256):
+            x = torch.randn(m, k, dtype=torch.bfloat16, device=DEVICE)
+
+            def call(x=x, weights=weights) -> None:
+                for w in weights:
+                    torch.nn.functional.linear(x, w)
+
+            line.append(f"{m}:{timed(call, 1) / len(weights) * 1e6:.1f}")
+        print(f"buckets {n} x {k} us", *line, flush=True)
+
+
 BENCHES = {
+    "buckets": bench_buckets,
     "decode": bench_decode, "prefill": bench_prefill, "prefix": bench_prefix, "small": bench_small,
     "sample": bench_sample, "linear": bench_linear,
 }  # fmt: skip

@@ -1,9 +1,10 @@
 """Where the time of one decode step goes: wall, host and each kernel, for a shape and some batch sizes.
 
-    python benchmarks/gpu/steps.py SHAPE BATCHES OUT.json [context]
+    python benchmarks/gpu/steps.py SHAPE BATCHES OUT.json [context] [--host] [--late] [--library]
 
 Wall: mean of 100 engine steps with all rows decoding. Host: CPU time of plan, launch and commit in them, without
-waiting. Kernels: device time a step from torch's profiler over 5 steps, summed by kernel name.
+waiting. Kernels: device time a step from torch's profiler over 5 steps, summed by kernel name. `--late`: no kernel is
+launched early. `--library`: no streaming products. `--host`: Python's profiler over 50 steps, too.
 """
 
 from __future__ import annotations
@@ -21,25 +22,29 @@ from typing import Any
 import torch
 
 from octavo.bench import gpu
+from octavo.kernels.gpu import ops
+from octavo.kernels.gpu.launch import ALLOWED
 
 
-def settle(llm: Any, batch: int, context: int) -> None:
-    """Rows with `context` tokens, all of them decoding."""
+def settle(llm: Any, batch: int, context: int) -> list[int]:
+    """Rows with `context` tokens, all of them decoding; their request numbers."""
     import random
 
     from octavo.types import SamplingParams
 
     rng = random.Random(batch)
+    numbers = []
     for _ in range(batch):
         params = SamplingParams(temperature=0.6, max_tokens=400, ignore_eos=True)
-        llm._add([rng.randrange(10, 30000) for _ in range(context)], params, "", "")
+        numbers.append(llm.open([rng.randrange(10, 30000) for _ in range(context)], params))
     for _ in range(2000):
-        llm._step()
+        llm.turn()
         slots = llm.engine.scheduler.state.slots
         if int((slots.state == 3).sum()) == batch:
             break
     for _ in range(5):
-        llm._step()
+        llm.turn()
+    return numbers
 
 
 def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
@@ -63,7 +68,7 @@ def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
     torch.cuda.synchronize()
     begin, cpu = time.perf_counter(), time.thread_time()
     for _ in range(steps):
-        llm._step()
+        llm.turn()
     torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
     runner.launch, scheduler.plan, scheduler.commit = originals
@@ -75,7 +80,7 @@ def profile_host(llm: Any, steps: int) -> str:
     profile, text = cProfile.Profile(), io.StringIO()
     profile.enable()
     for _ in range(steps):
-        llm._step()
+        llm.turn()
     profile.disable()
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
     return "\n".join(line[:110] for line in text.getvalue().splitlines()[7:] if line.strip())
@@ -85,7 +90,7 @@ def kernels(llm: Any, steps: int) -> list[tuple[str, int, float]]:
     """(name, launches, microseconds) of each kernel, a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
-            llm._step()
+            llm.turn()
         torch.cuda.synchronize()
     rows = [(e.key[:70], e.count / steps, e.self_device_time_total / steps) for e in profile.key_averages()]
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
@@ -95,12 +100,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
+    ALLOWED[0] = "--late" not in sys.argv
+    if "--library" in sys.argv:
+        ops.MOST_TOKENS = 0
     llm = gpu.build(parser.parse_args(["--shape", sys.argv[1]]))
     gpu.warm_up(llm)
     print(llm.engine.loop.runner.timeline)
     out: dict[str, Any] = {}
     for batch in (int(size) for size in sys.argv[2].split(",")):
-        settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 and sys.argv[4].isdigit() else 1024)
+        numbers = settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 and sys.argv[4].isdigit() else 1024)
         wall, host = host_times(llm, 100)
         table = kernels(llm, 5)
         device = sum(row[2] for row in table) / 1000
@@ -113,10 +121,10 @@ def main() -> None:
         for name, count, micros in table[:16]:
             print(f"    {micros:9.1f} us {count:6.1f} x {name}")
         out[str(batch)] = {"wall_ms": wall, "device_ms": device, "host_ms": host, "kernels": table}
-        for number in list(llm._texts):
-            llm._drop([number])
+        for number in numbers:
+            llm.drop([number])
         while llm.engine.scheduler.has_work():
-            llm._step()
+            llm.turn()
     with open(sys.argv[3], "w") as file:
         json.dump(out, file, indent=1)
 

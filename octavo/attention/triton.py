@@ -18,17 +18,18 @@ from octavo.attention.base import AttentionShape, Capabilities, KVPool, StepBatc
 from octavo.kernels import reference
 from octavo.kernels.gpu.decode import Partials, decode_attention
 from octavo.kernels.gpu.prefill import can_read_own, prefill_attention, prefix_attention, tile_tokens
-from octavo.kernels.gpu.rope import norm_rotate_write
+from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 from octavo.kernels.gpu.step import META_WORDS, Cut, StepTables
 
 KEY_BLOCK = 64  # decode items hold a multiple of so many keys
 WAVES = 3  # decode programs that one multiprocessor should get at least
-PREFIX_SPLITS = 8
+MANY_ROWS = 64  # decode rows from which most rows are one item; fewer are cut in two
+PREFIX_SPLITS = 4
 
 
 def cut_for(shape: AttentionShape, dtype: torch.dtype, lanes: int, processors: int) -> Cut:
     """How to cut the attention work of `lanes` rows for a device with so many multiprocessors."""
-    items = max(-(-processors * WAVES // shape.kv_heads), 2 * lanes)
+    items = max(-(-processors * WAVES // shape.kv_heads), lanes if lanes >= MANY_ROWS else 2 * lanes)
     tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
     return Cut(items, KEY_BLOCK, KEY_BLOCK, tile)
 
@@ -107,25 +108,30 @@ class TritonAttention:
         reference.write_kv(pool.values[layer], v_TKD, plan.slots_T)
         return self._attend(layer, q_THD.contiguous(), pool, plan)
 
-    def run_qkv(
-        self, layer: int, qkv_TJD: Tensor, norm: tuple[Tensor, float] | None, rope_PD: Tensor, pool: KVPool,
-        plan: TritonPlan,
-    ) -> Tensor:  # fmt: skip
-        """q/k norm, rotation and KV write of the qkv product in one kernel, then attention; o_THD."""
-        qk_TJD = norm_rotate_write(
-            qkv_TJD, norm, rope_PD, plan.step.positions_T, plan.slots_T, pool.keys[layer], pool.values[layer]
-        )
+    def run_qkv(self, layer: int, qkv_TJD: Tensor, turning: Turning, pool: KVPool, plan: TritonPlan) -> Tensor:
+        """q/k norm, rotation and KV write of the qkv product, and attention; o_THD. One kernel for decode steps."""
+        keys, values = pool.keys[layer], pool.values[layer]
+        if not plan.sizes.tiles and not plan.sizes.prefix:
+            return self._attend(layer, qkv_TJD, pool, plan, turning=turning)
+        qk_TJD = norm_rotate_write(qkv_TJD, turning, plan.step.positions_T, plan.slots_T, keys, values)
         own = None
         if plan.exact and can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
             own = qk_TJD, qkv_TJD
         return self._attend(layer, qk_TJD[:, : self.shape.heads], pool, plan, own)
 
     def _attend(
-        self, layer: int, q_THD: Tensor, pool: KVPool, plan: TritonPlan, own: tuple[Tensor, Tensor] | None = None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        pool: KVPool,
+        plan: TritonPlan,
+        own: tuple[Tensor, Tensor] | None = None,
+        turning: Turning | None = None,
     ) -> Tensor:
+        """The kernels that the plan's sizes ask for. `q_THD` is the whole qkv product with `turning`."""
         shape, sizes, step = self.shape, plan.sizes, plan.step
         keys, values = pool.keys[layer], pool.values[layer]
-        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        o_THD = torch.empty((len(q_THD), shape.heads, shape.head_dim), dtype=q_THD.dtype, device=q_THD.device)
         if sizes.items and plan.partials is not None:
             if sizes.prefix:
                 prefix_attention(
@@ -133,7 +139,7 @@ class TritonAttention:
                 )
             decode_attention(
                 q_THD, keys, values, o_THD, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap,
-                shape.window, sizes.lanes, sizes.items, sizes.prefix,
+                shape.window, sizes.lanes, sizes.items, sizes.prefix, turning,
             )  # fmt: skip
         if sizes.tiles:
             prefill_attention(

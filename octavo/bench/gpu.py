@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=8192, help="context limit")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of one KV block")
     parser.add_argument("--max-num-seqs", type=int, help="most sequences at a time")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="most tokens of one step")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=16384, help="most tokens of one step (default: vLLM's, 16384)"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--dtype", default="auto", help="weights and KV cache")
     parser.add_argument("--json", type=Path, help="write the results here")

@@ -23,6 +23,7 @@ from torch import Tensor
 from octavo.attention.base import KVPool
 from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
 from octavo.errors import ConfigError, EngineError, invariant
+from octavo.kernels.gpu.rope import Turning
 from octavo.kernels.gpu.sample import sample as sample_on_device
 from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
 from octavo.layers.attention import HeadNorm
@@ -155,7 +156,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture B and S for every number of decode rows; the other graphs are captured when first used."""
+        """Capture what plain sampling needs; graphs for filters and shared prefixes are captured when first used."""
         none = np.zeros(0, np.int64)
         self._send(PlanDraft(0).encode((none, none, none, none), 0), 0, self._buffers[0])
         for size in (1, 64):  # compile what steps with a shared prefix will need
@@ -165,6 +166,8 @@ class CudaRunner:
             for random in (False, True):
                 self._run_sample_graph(size, random, False)
             self._run_decode_graph(size, False)
+        for size in reversed(self._token_sizes):
+            self._run_mixed_graph(size, False)
 
     def launch(self, words: NDArray[np.int32]) -> Ticket:
         """Start one plan; see `octavo.runner.base.Runner`."""
@@ -272,7 +275,7 @@ class CudaRunner:
         size = next((size for size in self._token_sizes if size >= tokens), 0)
         sizes = self.mixed_launch(size, prefix > 0)
         if size and tiles <= sizes.tiles:
-            self.graphs.run(("mixed", size, prefix > 0), lambda: self.run_body(sizes))
+            self._run_mixed_graph(size, prefix > 0)
         else:
             self._run_exact(view, prefix)
 
@@ -290,6 +293,10 @@ class CudaRunner:
     def _run_decode_graph(self, size: int, prefix: bool) -> None:
         sizes = Sizes(size, size, self._cut(size).items + size, 0, prefix)
         self.graphs.run(("decode", size, prefix), lambda: self.run_body(sizes))
+
+    def _run_mixed_graph(self, size: int, prefix: bool) -> None:
+        sizes = self.mixed_launch(size, prefix)
+        self.graphs.run(("mixed", size, prefix), lambda: self.run_body(sizes))
 
     def _run_sample_graph(self, size: int, random: bool, filters: bool) -> None:
         self.graphs.run(("sample", size, random, filters), lambda: self.run_sample(size, random, filters))
@@ -313,7 +320,8 @@ class CudaRunner:
 
         def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
             window = self._windows[layer]
-            return self._backends[window].run_qkv(layer, qkv_TJD, norm, self._ropes[window], self.pool, plan)
+            turning = Turning(norm, self._ropes[window])
+            return self._backends[window].run_qkv(layer, qkv_TJD, turning, self.pool, plan)
 
         stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
         last_R = step.samples_3R[0, : sizes.lanes]

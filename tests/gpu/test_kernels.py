@@ -107,7 +107,7 @@ def test_elementwise(cases, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
-    from octavo.kernels.gpu.rope import norm_rotate_write
+    from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 
     tokens = 301
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
@@ -117,7 +117,7 @@ def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, no
     positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
     slots = torch.randperm(20 * 16, device="cuda")[:tokens].to(torch.int32)
     pools = [torch.full((20, kv_heads, 16, dim), 7.0, device="cuda", dtype=dtype) for _ in range(2)]
-    q = norm_rotate_write(qkv, norm, rope, positions, slots, *pools)[:, :heads]
+    q = norm_rotate_write(qkv, Turning(norm, rope), positions, slots, *pools)[:, :heads]
     wide = rope.double()[positions.long()]
     cos, sin = wide[:, : dim // 2], wide[:, dim // 2 :]
     parts: list[Tensor] = [qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]]
@@ -148,3 +148,35 @@ def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -
     assert not scratch.counters.any()
     got = stream_linear(x, w, b, None, True, scratch)
     assert cases.error(got, reference.silu_and_mul(x.double() @ wide.T + bias)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_decode_that_turns_and_writes_itself(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
+    from octavo.kernels.gpu.rope import Turning, norm_rotate_write
+
+    for rows in ([1023], [5, 700, 64, 63, 0, 130] * 15):
+        shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
+        cut = cut_for(shape, dtype, len(rows), 132)
+        case = cases.make_case(rows, [], cut, device="cuda")
+        pool, want = (KVPool(1, case.blocks + 1, 16, kv_heads, dim, dtype, "cuda") for _ in range(2))
+        pool.data.normal_()
+        want.data.copy_(pool.data)
+        qkv = torch.randn(len(rows), heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
+        angles = torch.rand(1024, dim // 2, device="cuda") * 6
+        norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(dtype), 1e-6) if kv_heads > 2 else None
+        turning = Turning(norm, torch.cat((angles.cos(), angles.sin()), 1).to(dtype))
+        step = case.step
+        q = norm_rotate_write(qkv, turning, step.positions_T, step.slots_T, want.keys[0], want.values[0])[:, :heads]
+        partials = partials_for(shape, len(step.items_I8), len(rows), torch.device("cuda"))
+        sizes = Sizes(len(rows), len(rows), len(step.items_I8), 0)
+        plan = TritonPlan(sizes, step, case.tables_SM, step.slots_T, partials)
+        got = TritonAttention(shape, dtype).run_qkv(0, qkv, turning, pool, plan)
+        assert cases.error(pool.data, want.data) < LIMITS[dtype]
+        expected = reference.paged_attention(
+            q.double(), want.keys[0].double(), want.values[0].double(), case.tables_SM[case.rows], case.lengths,
+            [n + 1 for n in rows], shape.scale,
+        )[0]  # fmt: skip
+        assert cases.error(got, expected) < LIMITS[dtype]
+        assert not step.finished_RK.any()

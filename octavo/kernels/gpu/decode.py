@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu.launch import early, in_turn
+from octavo.kernels.gpu.rope import Turning, turn
 from octavo.kernels.gpu.step import (
     I_FROM,
     I_LANE,
@@ -75,10 +76,10 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, R, M, first, q_stride, scale,
+    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, NORM, ROPE, R, M, first, q_stride, scale, eps,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     in_turn(EARLY)
     head = tl.program_id(0)
@@ -97,7 +98,16 @@ def _decode(
     d = tl.arange(0, BD)
     heads = head * G + g
     wanted = (g < G)[:, None] & (d < D)[None, :]
-    q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
+    if TURN:
+        angle = ROPE + (length - 1).to(tl.int64) * D
+        _, turned = turn(Q + lane * q_stride, NORM, angle, tl.where(g < G, heads, -1), g < G, eps, D, BD, NORMED)
+        q = turned.to(Q.dtype.element_ty)
+        if hi == length:
+            _write_own(
+                Q + lane * q_stride, NORM, angle, KEYS, VALUES, table, length - 1, head, eps, H, K, D, BD, S, NORMED
+            )
+    else:
+        q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
     m = tl.full([GP], _NEG, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, BD], tl.float32)
@@ -133,6 +143,23 @@ def _decode(
             tl.store(FINISHED + lane * K + head, 0)
             joined = _joined(PART, LSE, place, parts, first + lane, R, head, H, G, GP, D, BD, PREFIX, JOIN)
             tl.store(out, joined.to(OUT.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _write_own(
+    X, NORM, angle, KEYS, VALUES, table, position, head, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Key and value of the row's own token into the pool, before this program reads them there."""
+    one = tl.arange(0, 1)
+    d = tl.arange(0, BD)
+    _, k = turn(X, NORM, angle, H + head + one, one == 0, eps, D, BD, NORMED)
+    v = tl.load(X + (H + K + head + one)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    block = tl.load(table + position // S).to(tl.int64)
+    at = ((block * K + head) * S + position % S) * D + one[:, None] + d[None, :]
+    tl.store(KEYS + at, k.to(KEYS.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(VALUES + at, v, mask=(d < D)[None, :])
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -183,12 +210,14 @@ def decode_attention(
     lanes: int,
     items: int,
     prefix: bool,
+    turning: Turning | None = None,
 ) -> None:
     """Attention of the step's decode rows into `out_THD`, launched for `lanes` rows and `items` items.
 
-    With `prefix`, the first `meta[M_PREFIX]` keys of all rows have been attended to by `prefix_attention`.
+    With `prefix`, the first `meta[M_PREFIX]` keys of all rows have been attended to by `prefix_attention`. With
+    `turning`, `q_THD` is the qkv product as it is, and the kernel does the part of `norm_rotate_write` itself.
     """
-    heads, dim = q_THD.shape[1:]
+    heads, dim = out_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
@@ -197,8 +226,10 @@ def decode_attention(
     first = partials.o_UHD.shape[0] - partials.prefix_splits * rows
     _decode[(kv_heads, items)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
-        step.meta, step.items_I8, rows, tables_SM.shape[1], first, q_THD.stride(0), scale * LOG2_E, heads, kv_heads,
-        group, padded, dim, width, block_size, block, softcap, window, partials.prefix_splits if prefix else 0,
-        8 if lanes <= _FEW else 2, precision_of(q_THD), early(q_THD), num_warps=warps, num_stages=stages,
-        launch_pdl=early(q_THD),
+        step.meta, step.items_I8, tables_SM if turning is None else turning.weight,
+        tables_SM if turning is None else turning.rope_PD, rows, tables_SM.shape[1], first, q_THD.stride(0),
+        scale * LOG2_E, 0.0 if turning is None else turning.eps, heads, kv_heads, group, padded, dim, width,
+        block_size, block, softcap, window, partials.prefix_splits if prefix else 0, 8 if lanes <= _FEW else 2,
+        turning is not None, turning is not None and turning.norm is not None, precision_of(q_THD), early(q_THD),
+        num_warps=warps, num_stages=stages, launch_pdl=early(q_THD),
     )  # fmt: skip

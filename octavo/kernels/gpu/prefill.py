@@ -32,16 +32,17 @@ from octavo.kernels.gpu.step import (
 )
 
 _NEG = tl.constexpr(-1.0e30)
-# Rows of a tile (tokens times padded G), keys of a block, warps, stages: for 2-byte elements and head dims up to
-# 128, the same where the keys are the step's own, for wider heads, for float32 (exact products without tensor cores:
-# large tiles hardly compile).
+# Rows of a tile (tokens times padded G), keys of a block, warps, stages. For 2-byte elements and head dims up to 128:
+# "half", "own" where the keys are the step's own, "prefix" for a shared prefix. "wide" for wider heads, "float32" for
+# exact products without tensor cores (large tiles hardly compile).
 TUNED = {
-    "half": (128, 64, 4, 3), "own": (128, 64, 8, 3), "wide": (128, 32, 8, 3), "float32": (32, 16, 4, 2),
+    "half": (128, 64, 4, 3), "own": (128, 64, 8, 3), "prefix": (64, 64, 4, 3), "wide": (128, 32, 8, 3),
+    "float32": (32, 16, 4, 2),
 }  # fmt: skip
 
 
-def _tuned(dim: int, dtype: torch.dtype, own: bool = False) -> tuple[int, int, int, int]:
-    return TUNED["own" if own else "float32" if dtype == torch.float32 else "wide" if dim > 128 else "half"]
+def _tuned(dim: int, dtype: torch.dtype, use: str = "half") -> tuple[int, int, int, int]:
+    return TUNED["float32" if dtype == torch.float32 else "wide" if dim > 128 else use]
 
 
 def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -219,13 +220,13 @@ def _prefix(
     tl.store(LSE + place, lse, mask=ok)
 
 
-def _sizes(q_THD: Tensor, keys_NKSD: Tensor, own: bool = False) -> tuple[tuple[int, ...], str, dict[str, int]]:
+def _sizes(q_THD: Tensor, keys_NKSD: Tensor, use: str) -> tuple[tuple[int, ...], str, dict[str, int]]:
     """H, K, G, GP, D, BD, S, BM, BN of the kernels above; precision of products; launch options."""
     heads, dim = q_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, width = heads // kv_heads, triton.next_power_of_2(dim)
     padded = triton.next_power_of_2(group)
-    rows, block, warps, stages = _tuned(dim, q_THD.dtype, own)
+    rows, block, warps, stages = _tuned(dim, q_THD.dtype, use)
     sizes = (heads, kv_heads, group, padded, dim, width, block_size, max(rows, padded), block)
     return sizes, precision_of(q_THD), {"num_warps": warps, "num_stages": stages}
 
@@ -248,7 +249,7 @@ def prefill_attention(
     `own`: (rotated q and k [T, H + K, D], the qkv product [T, H + 2K, D]) of the step. With it the keys and values of
     the step itself are read from there, in wide copies that know no blocks; every one of its tokens must be finite.
     """
-    sizes, precision, launch = _sizes(q_THD, keys_NKSD, own is not None)
+    sizes, precision, launch = _sizes(q_THD, keys_NKSD, "half" if own is None else "own")
     keys: Any = q_THD
     values: Any = q_THD
     if own is not None:
@@ -281,7 +282,7 @@ def prefix_attention(
     lanes: int,
 ) -> None:
     """All decode rows over the keys that they share (`meta[M_PREFIX]` of them) into the prefix part of `partials`."""
-    sizes, precision, launch = _sizes(q_THD, keys_NKSD)
+    sizes, precision, launch = _sizes(q_THD, keys_NKSD, "prefix")
     rows, splits = step.rows_CR.shape[1], partials.prefix_splits
     grid = (sizes[1], triton.cdiv(lanes * sizes[3], sizes[7]), splits)
     _prefix[grid](

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionShape, KVPool
 from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
 from octavo.kernels import reference
-from octavo.kernels.gpu.rope import norm_rotate_write
+from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 from octavo.kernels.gpu.step import Cut
 from tests.kernels_interpret.cases.common import Case, error, make_case
 
@@ -58,7 +58,7 @@ def test_norm_rotate_write(heads: int, kv_heads: int, dim: int, normed: bool) ->
     got, want = pool_for(case, kv_heads, dim), pool_for(case, kv_heads, dim)
     want.data.copy_(got.data)
     args = case.step.positions_T, case.step.slots_T, got.keys[0], got.values[0]
-    q = norm_rotate_write(qkv, norm, rope, *args)[:, :heads]
+    q = norm_rotate_write(qkv, Turning(norm, rope), *args)[:, :heads]
     at = case.step.positions_T.long()
     cos = torch.cat((angles[at].cos(),) * 2, 1)
     sin = torch.cat((-angles[at].sin(), angles[at].sin()), 1)
@@ -125,6 +125,28 @@ def test_half_precision() -> None:
     wide = KVPool(1, case.blocks + 1, 16, 2, 16, torch.float64)
     wide.data.copy_(pool.data)
     assert error(got, expected(case, q.double(), wide, shape)) < 1e-2
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_decode_that_turns_and_writes_itself(heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+    torch.manual_seed(8)
+    shape, cut = AttentionShape(heads, kv_heads, dim, 0.3), Cut(5, 32, 32, 8)
+    backend, case = TritonAttention(shape, torch.float32), make_case([0, 100, 31, 32, 33], [], cut, lanes=7)
+    pool, want = pool_for(case, kv_heads, dim), pool_for(case, kv_heads, dim)
+    want.data.copy_(pool.data)
+    qkv = torch.randn(5, heads + 2 * kv_heads, dim)
+    angles = torch.rand(128, dim // 2) * 6
+    norm = (torch.rand(heads + kv_heads, dim) + 0.5, 1e-6) if normed else None
+    turning = Turning(norm, torch.cat((angles.cos(), angles.sin()), 1))
+    q = norm_rotate_write(
+        qkv, turning, case.step.positions_T, case.step.slots_T, want.keys[0], want.values[0]
+    )[:, :heads]  # fmt: skip
+    partials = partials_for(shape, len(case.step.items_I8), 7, torch.device("cpu"))
+    plan = TritonPlan(Sizes(5, 7, cut.items + 7, 0), case.step, case.tables_SM, case.step.slots_T, partials)
+    got = backend.run_qkv(0, qkv, turning, pool, plan)
+    assert error(pool.data, want.data) < 1e-6
+    assert error(got, expected(case, q, want, shape)) < 1e-5
 
 
 @pytest.mark.parametrize("heads", [2, 6])
