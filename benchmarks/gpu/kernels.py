@@ -248,68 +248,71 @@ def bench_sample(tune: bool) -> None:
         step.meta[6] = count
         step.samples_3R[1] = torch.arange(1, count + 1, device=DEVICE)
         params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
-        params[:, 4:7] = torch.tensor([0.7, 0.9, 0.05]).view(torch.int32).to(DEVICE)
         params[:, 3] = 50
         last, out = (torch.zeros(count + 1, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.int32))
-        for name, random, filters in (
-            ("greedy", False, False),
-            ("temperature", True, False),
-            ("filters", True, True),
-        ):
+        for name, heat, filters in (("greedy", 0.0, False), ("temperature", 0.7, False), ("filters", 0.7, True)):
+            params[:, 4:7] = torch.tensor([heat, 0.9, 0.05]).view(torch.int32).to(DEVICE)
             seconds = timed(
-                lambda logits=logits, step=step, params=params, last=last, out=out, random=random, filters=filters: (
-                    sample.sample(logits, step, params, last, out, 1.0, 0.0, random, filters)
+                lambda logits=logits, step=step, params=params, last=last, out=out, filters=filters: sample.sample(
+                    logits, step, params, last, out, 1.0, 0.0, filters
                 )
             )
             report(f"sample {count} x 151936, {name}", seconds, 2 * logits.numel())
 
 
-LAUNCHES = [
-    linear.Launch(o, i, s, w, st)
-    for o, i, s, w, st in (
-        (16, 256, 1, 4, 4), (32, 256, 1, 4, 4), (32, 128, 1, 4, 5), (64, 128, 1, 4, 4), (16, 128, 1, 4, 6),
-        (16, 256, 2, 4, 4), (16, 256, 4, 4, 4), (32, 128, 4, 4, 4), (32, 256, 4, 4, 3), (64, 128, 4, 4, 4),
-    )
-]  # fmt: skip
+FEW = [(held << 10, most, warps) for held, most, warps in (
+    (8, 4096, 4), (16, 1024, 4), (16, 2048, 4), (16, 4096, 4), (32, 1024, 4), (32, 2048, 4), (32, 4096, 4),
+    (32, 1024, 8), (32, 4096, 8), (64, 1024, 8), (64, 4096, 8), (64, 4096, 16),
+)]  # fmt: skip
 
 
 def bench_linear(tune: bool) -> None:
-    """The products of a layer: the library with the kernels around it, and the streaming kernel."""
+    """The products of a layer with what lies around them: the library and other kernels, and the streaming kernel."""
     scratch = linear.Scratch(DEVICE)
     scratch.reserve(32768)
-    for size, mlp, q in ((1024, 3072, 2048), (4096, 14336, 4096)):
-        for name, outputs, inputs in (("o", size, q), ("gate_up", 2 * mlp, size), ("down", size, mlp)):
+    for size, mlp, q, kv in ((1024, 3072, 2048, 1024), (4096, 14336, 4096, 1024)):
+        weight_I = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
+        products = (
+            ("qkv", q + 2 * kv, size, (weight_I, 1e-6)), ("o", size, q, None),
+            ("gate_up", 2 * mlp, size, (weight_I, 1e-6)), ("down", size, mlp, None),
+        )  # fmt: skip
+        for name, outputs, inputs, normed in products:
             copies = max(2, int(300e6 // (outputs * inputs * 2)) + 1)
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
-            for m in (1, 8, 16):
+            for m in (1, 2, 4, 16):
                 x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
                 r = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
                 gated = name == "gate_up"
 
-                def library(x=x, r=r, gated=gated, weights=weights) -> None:
+                def library(x=x, r=r, gated=gated, normed=normed, weights=weights) -> None:
                     for w in weights:
-                        if gated:
-                            norm.silu_and_mul(torch.nn.functional.linear(x, w))
-                        else:
+                        if normed is None:
                             r.addmm_(x, w.t())
+                        else:
+                            y = torch.nn.functional.linear(norm.rms_norm(x, *normed), w)
+                            if gated:
+                                norm.silu_and_mul(y)
 
                 nbytes = 2 * outputs * inputs
                 report(f"{name} {m} x {outputs} x {inputs}, library", timed(library, 1) / copies, nbytes)
                 results = []
-                for launch in LAUNCHES if tune else [None]:
-                    if launch and launch.split > 1 and gated:
-                        continue
+                for tuned in FEW if tune else [None]:
 
-                    def stream(x=x, r=r, gated=gated, launch=launch, weights=weights) -> None:
+                    def few(x=x, r=r, gated=gated, normed=normed, tuned=tuned, weights=weights) -> None:
                         for w in weights:
-                            linear.stream_linear(x, w, None, None if gated else r, gated, scratch, launch)
+                            linear.multiply(x, w, None, r if normed is None else None, gated, normed, tuned)
 
-                    try:
-                        results.append((timed(stream, 1) / copies, str(launch)))
-                    except Exception as error:  # a configuration that does not fit the device
-                        print(f"  {launch}: {str(error)[:80]}")
-                for seconds, launch in sorted(results)[:3]:
-                    report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch[6:])
+                    if m <= linear.FEW_TOKENS:
+                        results.append((timed(few, 1) / copies, str(tuned)))
+                if m > linear.FEW_TOKENS and normed is None and weights[0].numel() <= linear.MOST_WEIGHTS:
+
+                    def stream(x=x, r=r, gated=gated, weights=weights) -> None:
+                        for w in weights:
+                            linear.stream_linear(x, w, None, r, gated, scratch)
+
+                    results.append((timed(stream, 1) / copies, "split"))
+                for seconds, launch in sorted(results)[:5]:
+                    report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch)
 
 
 def bench_buckets(tune: bool) -> None:

@@ -51,7 +51,9 @@ def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
     """Milliseconds of a step: wall, and host time by part."""
     loop, times = llm.engine.loop, defaultdict(float)
     runner, scheduler = loop.runner, loop.scheduler
-    originals = (runner.launch, scheduler.plan, scheduler.commit)
+    owners = {"launch": runner, "plan": scheduler, "commit": scheduler, "_send": runner, "run": runner.graphs}
+    owners["_take_in"] = llm
+    originals = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def wrap(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -62,16 +64,16 @@ def host_times(llm: Any, steps: int) -> tuple[float, dict[str, float]]:
 
         return call
 
-    runner.launch, scheduler.plan, scheduler.commit = (
-        wrap(name, function) for name, function in zip(("launch", "plan", "commit"), originals, strict=True)
-    )
+    for name, owner in owners.items():
+        setattr(owner, name, wrap(name, originals[name]))
     torch.cuda.synchronize()
     begin, cpu = time.perf_counter(), time.thread_time()
     for _ in range(steps):
         llm.turn()
     torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
-    runner.launch, scheduler.plan, scheduler.commit = originals
+    for name, owner in owners.items():
+        setattr(owner, name, originals[name])
     return 1000 * wall / steps, {"cpu": 1000 * cpu / steps} | {n: 1000 * t / steps for n, t in times.items()}
 
 

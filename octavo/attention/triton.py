@@ -61,8 +61,6 @@ class TritonPlan:
     slots_T: Tensor
     partials: Partials | None = None
     """None for steps without decode rows"""
-    exact: bool = False
-    """the launch has no padding tokens, so that every token of the step is finite"""
 
 
 class TritonAttention:
@@ -115,7 +113,7 @@ class TritonAttention:
             return self._attend(layer, qkv_TJD, pool, plan, turning=turning)
         qk_TJD = norm_rotate_write(qkv_TJD, turning, plan.step.positions_T, plan.slots_T, keys, values)
         own = None
-        if plan.exact and can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
+        if can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
             own = qk_TJD, qkv_TJD
         return self._attend(layer, qk_TJD[:, : self.shape.heads], pool, plan, own)
 

@@ -93,11 +93,12 @@ def build_request(
     limits: ModelLimits,
     salt: str = "",
     bad: tuple[tuple[int, ...], ...] = (),
+    keys: bool = True,
 ) -> EngineRequest:
     """A request the engine will accept, under the engine's own `number`. `salt` keeps prefix caches apart.
 
-    `bad`: the token sequences of `params.bad_words`. Output is cut to what fits in `max_model_len`. Raises
-    RequestError.
+    `bad`: the token sequences of `params.bad_words`. `keys` False leaves the longest part to `with_keys`. Output
+    is cut to what fits in `max_model_len`. Raises RequestError.
     """
     prompt = prompt_array(ids, limits)
     if len(salt) > MAX_SALT_CHARS or not salt.isprintable():
@@ -111,13 +112,11 @@ def build_request(
     biases = sorted((params.logit_bias or {}).items())
     room = limits.max_model_len - len(prompt)
     most = room if params.max_tokens is None else min(params.max_tokens, room)
-    root = root_key(limits.block_size, salt)
-    keys = chain_keys(root, prompt, limits.block_size) if limits.prefix_cache else []
-    return EngineRequest(
+    request = EngineRequest(
         id=number,
         prompt=prompt.astype("<i4").tobytes(),
-        keys=b"".join(keys),
-        root=root,
+        keys=b"",
+        root=root_key(limits.block_size, salt),
         limit=len(prompt) + most,
         n=params.n,
         temperature=params.temperature if params.temperature >= COLDEST else 0.0,
@@ -142,3 +141,12 @@ def build_request(
         priority=params.priority,
         timeout=params.timeout_s or 0.0,
     )
+    return with_keys(request, limits) if keys else request
+
+
+def with_keys(request: EngineRequest, limits: ModelLimits) -> EngineRequest:
+    """The request with the keys of its prompt's blocks, without which the scheduler refuses it."""
+    if not limits.prefix_cache:
+        return request
+    keys = chain_keys(request.root, np.frombuffer(request.prompt, "<i4"), limits.block_size)
+    return msgspec.structs.replace(request, keys=b"".join(keys))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from octavo.config import engine_config
 from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
 from octavo.engine.build import Engine, OpenedModel, build_engine, open_model, with_ends
-from octavo.engine.client import build_beam_request, build_request, cut_prompt
+from octavo.engine.client import build_beam_request, build_request, cut_prompt, with_keys
 from octavo.engine.inspect import kv_state, kv_text
 from octavo.errors import EngineError, ModelError, RequestError
 from octavo.files import naming
@@ -31,7 +32,14 @@ from octavo.text.bad_words import bad_sequences
 from octavo.text.outputs import RequestText, SampledLogprobs
 from octavo.text.template import render_chat
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import BeamSearchOutput, BeamSearchParams, BeamSequence, RequestOutput, SamplingParams
+from octavo.types import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSequence,
+    EngineRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from octavo.weights.gguf import GgufCheckpoint
 
 if TYPE_CHECKING:
@@ -114,14 +122,13 @@ class LLM:
         """
         batch = _as_prompts(prompts)
         params = _params_for(sampling_params, len(batch), priority)
-        added = []
+        made: list[EngineRequest] = []
         try:
             for i, (prompt, param) in enumerate(zip(batch, params, strict=True)):
-                added.append(self.open(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
-        except BaseException:  # an interrupt too must not leave requests behind
-            self.drop(added)
-            raise
-        return self._run(added, use_tqdm)
+                made.append(self._make(prompt, param, cache_salt, f"Prompt {i}: " if len(batch) > 1 else ""))
+            return self._run(made, use_tqdm)
+        finally:  # an interrupt too must not leave requests behind
+            self.drop([request.id for request in made])
 
     def chat(
         self,
@@ -241,6 +248,16 @@ class LLM:
 
     def open(self, prompt: Prompt, params: SamplingParams, salt: str = "", where: str = "") -> int:
         """Queue a request and return its number; `turn`, `result` and `drop` do the rest. `where` begins refusals."""
+        request = self._make(prompt, params, salt, where)
+        try:
+            self._engine.loop.submit(with_keys(request, self._engine.limits))
+        except RequestError as error:
+            del self._texts[request.id]
+            raise type(error)(where + error.cause, error.fix, error.param) from None
+        return request.id
+
+    def _make(self, prompt: Prompt, params: SamplingParams, salt: str, where: str) -> EngineRequest:
+        """A request that the engine has accepted but not yet got, without keys, and the place for its result."""
         number = next(self._numbers)
         try:
             text, ids = self._prompt_ids(prompt)
@@ -248,11 +265,12 @@ class LLM:
             if params.stop_strings and self.tokenizer is None:
                 raise RequestError("stop strings need a tokenizer.", "Use stop_token_ids.", "stop")
             bad = bad_sequences(params.bad_words or (), self.tokenizer)
-            self._engine.loop.submit(build_request(number, ids, params, self._engine.limits, salt, bad))
+            request = build_request(number, ids, params, self._engine.limits, salt, bad, keys=False)
+            self._engine.scheduler.check_room(request)
         except RequestError as error:
             raise type(error)(where + error.cause, error.fix, error.param) from None
         self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
-        return number
+        return request
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         text: Any = None
@@ -276,19 +294,24 @@ class LLM:
             raise RequestError(f"This LLM has no tokenizer, which {what} need.", "Give token ids.", "prompt")
         return self.tokenizer
 
-    def _run(self, numbers: list[int], use_tqdm: bool) -> list[RequestOutput]:
-        left = set(numbers)
-        bar = tqdm(total=len(numbers), desc="Generating", unit="req", disable=None if use_tqdm else True)
-        try:
-            with bar:
-                while left:
-                    touched = self.turn()
-                    ended = [n for n in touched if n in left and self._texts[n].finished]
-                    left.difference_update(ended)
-                    bar.update(len(ended))
-            return [self._texts[number].output for number in numbers]
-        finally:
-            self.drop(numbers)
+    def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Feed the engine a step's worth of prompts a turn, so that it computes while the others are made ready."""
+        waiting = deque(requests)
+        left = {request.id for request in requests}
+        mixed = len({request.priority for request in requests}) > 1  # then the engine must see all to choose
+        bar = tqdm(total=len(left), desc="Generating", unit="req", disable=None if use_tqdm else True)
+        with bar:
+            while left:
+                room = self._engine.facts.max_num_batched_tokens
+                while waiting and (mixed or room > 0):
+                    request = waiting.popleft()
+                    room -= len(request.prompt) // 4
+                    self._engine.loop.submit(with_keys(request, self._engine.limits))
+                touched = self.turn()
+                ended = [n for n in touched if n in left and self._texts[n].finished]
+                left.difference_update(ended)
+                bar.update(len(ended))
+        return [self._texts[request.id].output for request in requests]
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget requests; those that still run are aborted."""

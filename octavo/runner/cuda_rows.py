@@ -17,6 +17,7 @@ from octavo.runner.sampler import SamplingRows
 from octavo.scheduler.plan import (
     P_CHILD,
     P_MIN_P,
+    P_ROW,
     P_SEED_HIGH,
     P_SEED_LOW,
     P_TEMPERATURE,
@@ -36,6 +37,7 @@ class CudaRows:
         self.last_token_S = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables_SM = torch.zeros((rows, columns), dtype=torch.int32, device=device)
         self.params_SP = torch.zeros((rows, PARAM_WORDS), dtype=torch.int32, device=device)
+        self._filtered = np.zeros(rows, np.bool_)
         self._tables = np.zeros((rows, columns), np.int32)
         self._members = np.empty(0, np.int32)
         self._columns = 0
@@ -44,12 +46,18 @@ class CudaRows:
         """Take a plan's writes into the host's copy."""
         if len(view.params):
             self.host.note(view)
+            rows = view.params[:, P_ROW]
+            self._filtered[rows] = self.host.random[rows] & self.host.filters[rows]
             self._members = self._members[:0]
         if len(view.table):
             table = view.table
             self._tables[table[:, 0], table[:, 1]] = table[:, 2]
             if self._columns and int(table[:, 1].min()) < self._columns:
                 self._members = self._members[:0]
+
+    def any_filters(self, rows: np.ndarray) -> bool:
+        """Whether one of these rows samples through top-k, top-p or min-p."""
+        return bool(self._filtered[rows].any())
 
     def shared_columns(self, view: PlanView, block_size: int) -> int:
         """Leading full blocks that all decode rows of a plan have in common and have computed."""

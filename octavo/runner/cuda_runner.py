@@ -1,9 +1,10 @@
 """CudaRunner: plans executed by captured graphs on one CUDA device.
 
-A step is one copy of the plan's words to the device, a graph B (writes of the plan, all layers, the stream of the
-rows that sample), a graph S (last norm, head, tokens), one copy of the tokens back, and an event. B exists per number
-of decode rows and per number of tokens of a mixed step, S per number of samples; a step larger than the largest of
-them is launched kernel by kernel. A step with a rare row runs the torch sampler instead of S.
+A step is one copy of the plan's words to the device, a part B (writes of the plan, all layers, the stream of the
+rows that sample), a part S (last norm, head, tokens), one copy of the tokens back, and an event. Steps in which every
+row decodes are one captured graph of both per number of rows. Of mixed steps, B is captured per number of tokens and
+S per number of samples; a step larger than the largest of them is launched kernel by kernel. A step with a rare row
+runs the torch sampler instead of S. Copies and swaps of blocks come before, kernel by kernel.
 
 The host buffers rotate: one is written again only when the step that used it is done. Nothing else is shared with
 the device, and all device work is on one stream, in the order of the plans.
@@ -32,6 +33,7 @@ from octavo.runner.base import StepError, StepResult, TokenLogprobs
 from octavo.runner.cuda_rows import CudaRows
 from octavo.runner.edits import prompt_chunks
 from octavo.runner.graphs import Graphs
+from octavo.runner.host_blocks import HostBlocks
 from octavo.runner.step import prompt_logprobs, sample, sampled_rows
 from octavo.scheduler.plan import (
     HEADER_WORDS,
@@ -45,6 +47,7 @@ from octavo.scheduler.plan import (
 )
 
 HOST_BUFFERS = 4  # steps whose host buffers may be in use
+_SWAP_WORDS = 1 << 17  # of the plan's swap sections
 PREFIX_ROWS = 8  # decode rows from which a shared prefix is read once ...
 PREFIX_KEYS = 65536  # ... when that spares reading at least so many keys
 
@@ -94,11 +97,21 @@ class CudaRunner:
     """Runs `decoder` with `rows` sequences of up to `max_len` tokens, `max_tokens` a step; see `Runner`.
 
     `blocks` KV blocks, the padding block included; `set_pool` may change their number as long as no graph exists.
-    `eager`: no graphs. The decoder's backends must be `TritonAttention`.
+    `swap_blocks` blocks of pinned host memory take what plans swap out. `eager`: no graphs. The
+    decoder's backends must be `TritonAttention`.
     """
 
     def __init__(
-        self, decoder: Decoder, *, blocks: int, block_size: int, rows: int, max_len: int, max_tokens: int, eager: bool
+        self,
+        decoder: Decoder,
+        *,
+        blocks: int,
+        block_size: int,
+        rows: int,
+        max_len: int,
+        max_tokens: int,
+        eager: bool,
+        swap_blocks: int = 0,
     ) -> None:
         device = decoder.device
         self._backends: dict[int, TritonAttention] = {}  # by window
@@ -126,13 +139,14 @@ class CudaRunner:
         self._picked_RI = torch.zeros((rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=device)
         self._out_R = torch.zeros(rows, dtype=torch.int32, device=device)
         words = HEADER_WORDS + rows * (4 + PARAM_WORDS + 4) + 3 * table_capacity(rows, columns)
-        words += max_tokens + 4096
+        words += max_tokens + _SWAP_WORDS + 4096
         self._words = torch.zeros(RUN_WORDS.value + words, dtype=torch.int32, device=device)
         self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
         self._turn = 0
         self.timeline: dict[str, float] = {}  # seconds of each part of the start
         self.graphs = Graphs(device, not eager)
         self.set_pool(blocks)
+        self.host = HostBlocks(swap_blocks, self.pool.data)
 
     def set_pool(self, blocks: int) -> None:
         """Allocate a KV pool of `blocks` blocks in place of the one there is."""
@@ -151,8 +165,8 @@ class CudaRunner:
         zeros = np.zeros(rows, np.int64)
         self._send(draft.encode((zeros, zeros, lengths, zeros + SAMPLE), 0), 0, self._buffers[0])
         tiles = int((-(-lengths // self._tile)).sum())
-        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, True), exact=True)
-        self.run_sample(self._decode_sizes[-1], True, True)
+        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, True))
+        self.run_sample(self._picked_RI[: self._decode_sizes[-1]], True)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -163,9 +177,8 @@ class CudaRunner:
             if size <= self._decode_sizes[-1]:
                 self.run_body(Sizes(size, size, self._cut(size).items + size, 0, True))
         for size in reversed(self._decode_sizes):
-            for random in (False, True):
-                self._run_sample_graph(size, random, False)
-            self._run_decode_graph(size, False)
+            self._run_sample_graph(size, False)
+            self._run_decode_graph(size, False, False)
         for size in reversed(self._token_sizes):
             self._run_mixed_graph(size, False)
 
@@ -199,7 +212,7 @@ class CudaRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.clear()
-        del self.pool
+        del self.pool, self.host
 
     def _launch(self, view: PlanView) -> Ticket:
         buffer = self._buffers[self._turn]
@@ -208,24 +221,37 @@ class CudaRunner:
         self.rows.note(view)
         prefix = self._shared_prefix(view)
         self._send(view.words, prefix, buffer)
-        if len(view.copies):
-            self._copy_blocks(view)
-        samples = int(np.count_nonzero(view.flags & SAMPLE))
+        if len(view.copies) or len(view.swap_out) or len(view.swap_in):
+            self._move_blocks(view)
+        flags, rows = view.flags, view.rows
+        rare = bool(np.bitwise_or.reduce(flags, initial=0) & RARE)
+        samples = rows
+        if not np.bitwise_and.reduce(flags, initial=SAMPLE) & SAMPLE:
+            samples = int(np.count_nonzero(flags & SAMPLE))
         ticket = Ticket(buffer, samples)
+        if rows and samples == view.decode_rows == rows and not rare:
+            self._run_decode_graph(self.decode_size(rows), prefix > 0, self.rows.any_filters(view.device_rows))
+        else:
+            self._mixed_step(view, prefix, samples, rare, ticket)
+        if samples:
+            buffer.tokens[:samples].copy_(self._out_R[:samples], non_blocking=True)
+        if buffer.event is not None:
+            buffer.event.record()
+            buffer.busy = True
+        return ticket
+
+    def _mixed_step(self, view: PlanView, prefix: int, samples: int, rare: bool, ticket: Ticket) -> None:
+        """Parts B and S of a step that is not plain decoding."""
         if len(view.extras) and prompt_chunks(view):
             stream_TI = self._run_exact(view, prefix)
             ticket.prompts = prompt_logprobs(view, self.decoder.normed(stream_TI), self.decoder.logits)
         else:
             self._body(view, prefix)
-        if samples and (view.flags & RARE).any():
+        if samples and rare:
             ticket.result = self._rare_sample(view, samples)
         elif samples:
-            self._sample(view, samples)
-        buffer.tokens[:samples].copy_(self._out_R[:samples], non_blocking=True)
-        if buffer.event is not None:
-            buffer.event.record()
-            buffer.busy = True
-        return ticket
+            filters = self.rows.any_filters(view.device_rows[(view.flags & SAMPLE) != 0])
+            self._run_sample_graph(self.decode_size(samples), filters)
 
     def _send(self, words: NDArray[np.int32], prefix: int, buffer: _HostBuffer) -> None:
         """The runner's words, then the plan's but for EXTRAS, which no kernel reads, in one copy."""
@@ -241,11 +267,21 @@ class CudaRunner:
         buffer.words_view[head:end] = words
         self._words[:end].copy_(buffer.words[:end], non_blocking=True)
 
-    def _copy_blocks(self, view: PlanView) -> None:
-        """Block copies, before anything is written; their numbers are on the device already."""
-        offset = RUN_WORDS.value + int(view.words[8 + 2 * SECTIONS.index("copies")])
-        pairs = self._words[offset : offset + view.copies.size].view(-1, 2).to(torch.int64)
-        self.pool.copy_blocks(pairs[:, 0], pairs[:, 1])
+    def _move_blocks(self, view: PlanView) -> None:
+        """Swap-out, copies, swap-in, in this order, before anything is written."""
+        if len(view.swap_out):
+            self.host.take(self.pool.data, self._on_device(view, "swap_out")[:, 0], view.swap_out[:, 1])
+        if len(view.copies):
+            pairs = self._on_device(view, "copies")
+            self.pool.copy_blocks(pairs[:, 0], pairs[:, 1])
+        if len(view.swap_in):
+            self.host.give(self.pool.data, view.swap_in[:, 0], self._on_device(view, "swap_in")[:, 1])
+
+    def _on_device(self, view: PlanView, section: str) -> Tensor:
+        """A section of pairs, which came with the plan's words."""
+        at = 8 + 2 * SECTIONS.index(section)
+        first, count = RUN_WORDS.value + int(view.words[at]), int(view.words[at + 1])
+        return self._words[first : first + 2 * count].view(-1, 2).to(torch.int64)
 
     def _shared_prefix(self, view: PlanView) -> int:
         """Keys that all decode rows share, when reading them once pays; else 0."""
@@ -267,8 +303,9 @@ class CudaRunner:
                 self._cut(1), self.block_size, 1, 1,
             )  # fmt: skip
             return
-        if decodes == rows:
-            self._run_decode_graph(self.decode_size(rows), prefix > 0)
+        if decodes == rows:  # with a rare row: the graphs of plain steps sample, too
+            size = self.decode_size(rows)
+            self.graphs.run(("body", size, prefix > 0), lambda: self.run_body(self._decode_launch(size, prefix > 0)))
             return
         chunks = view.length[decodes:]
         tiles = int((-(-chunks // self._tile)).sum())
@@ -284,39 +321,46 @@ class CudaRunner:
         decodes = view.decode_rows
         tiles = int((-(-view.length[decodes:] // self._tile)).sum())
         items = self._cut(decodes).items + decodes if decodes else 0
-        return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0), exact=True)
+        return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0))
 
     def decode_size(self, rows: int) -> int:
         """The graph size that serves `rows` rows."""
         return next(size for size in self._decode_sizes if size >= rows)
 
-    def _run_decode_graph(self, size: int, prefix: bool) -> None:
-        sizes = Sizes(size, size, self._cut(size).items + size, 0, prefix)
-        self.graphs.run(("decode", size, prefix), lambda: self.run_body(sizes))
+    def _decode_launch(self, size: int, prefix: bool) -> Sizes:
+        return Sizes(size, size, self._cut(size).items + size, 0, prefix)
+
+    def _run_decode_graph(self, size: int, prefix: bool, filters: bool) -> None:
+        """B and S of `size` decode rows, all of which sample: token i of the step is sample i."""
+
+        def both() -> None:
+            self.run_sample(self.run_body(self._decode_launch(size, prefix), pick=False), filters)
+
+        self.graphs.run(("decode", size, prefix, filters), both)
 
     def _run_mixed_graph(self, size: int, prefix: bool) -> None:
         sizes = self.mixed_launch(size, prefix)
         self.graphs.run(("mixed", size, prefix), lambda: self.run_body(sizes))
 
-    def _run_sample_graph(self, size: int, random: bool, filters: bool) -> None:
-        self.graphs.run(("sample", size, random, filters), lambda: self.run_sample(size, random, filters))
+    def _run_sample_graph(self, size: int, filters: bool) -> None:
+        self.graphs.run(("sample", size, filters), lambda: self.run_sample(self._picked_RI[:size], filters))
 
     def mixed_launch(self, size: int, prefix: bool) -> Sizes:
         """What graph B of a mixed step of `size` tokens is launched for: all rows may decode, or be short chunks."""
         lanes = min(size, self.max_rows)
         return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._tile + min(lanes, 64), prefix)
 
-    def run_body(self, sizes: Sizes, exact: bool = False) -> Tensor:
-        """Everything from the plan's words on the device to the stream of the last tokens of rows that sample.
+    def run_body(self, sizes: Sizes, pick: bool = True) -> Tensor:
+        """Everything from the plan's words on the device to the stream of all tokens, which it returns.
 
-        Returns the stream of all tokens. `exact`: the plan in the buffer has exactly these sizes.
+        `pick`: leave the stream of the last tokens of rows that sample where S looks for it.
         """
         step, rows = self.step, self.rows
         begin(
             self._words, step, rows.tables_SM, rows.params_SP, rows.last_token_S, self._cut(sizes.lanes),
             self.block_size, sizes.lanes, sizes.tokens,
         )  # fmt: skip
-        plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens], self._partials, exact)
+        plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens], self._partials)
 
         def mix(layer: int, qkv_TJD: Tensor, norm: HeadNorm | None) -> Tensor:
             window = self._windows[layer]
@@ -324,25 +368,18 @@ class CudaRunner:
             return self._backends[window].run_qkv(layer, qkv_TJD, turning, self.pool, plan)
 
         stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
-        last_R = step.samples_3R[0, : sizes.lanes]
-        torch.index_select(stream_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
+        if pick:
+            last_R = step.samples_3R[0, : sizes.lanes]
+            torch.index_select(stream_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])
         return stream_TI
 
-    def _sample(self, view: PlanView, samples: int) -> None:
-        """Graph S."""
-        host, rows = self.rows.host, view.device_rows[(view.flags & SAMPLE) != 0]
-        random = host.random[rows]
-        use_random = bool(random.any())
-        use_filters = use_random and bool((random & host.filters[rows]).any())
-        self._run_sample_graph(self.decode_size(samples), use_random, use_filters)
-
-    def run_sample(self, size: int, random: bool, filters: bool) -> None:
-        """Head and sampling of up to `size` samples."""
+    def run_sample(self, stream_NI: Tensor, filters: bool) -> None:
+        """Head and sampling of samples whose stream is `stream_NI`; there may be fewer than it has rows."""
         spec, rows = self.decoder.spec, self.rows
-        logits_NV = self.decoder.raw_logits(self.decoder.normed(self._picked_RI[:size]))
+        logits_NV = self.decoder.raw_logits(self.decoder.normed(stream_NI))
         sample_on_device(
             logits_NV, self.step, rows.params_SP, rows.last_token_S, self._out_R, spec.logit_scale,
-            spec.logit_softcap, random, filters,
+            spec.logit_softcap, filters,
         )  # fmt: skip
 
     def _rare_sample(self, view: PlanView, samples: int) -> StepResult:

@@ -59,6 +59,10 @@ class Scheduler:
         self.state.check(request, prompt)
         self.state.new_rows(request, prompt)
 
+    def check_room(self, request: EngineRequest) -> None:
+        """Raise RequestError when the pool could never hold a request; `submit` does it, too."""
+        self.state.check_room(request)
+
     def abort(self, request_id: int, child: int | None = None, reason: int = ABORT) -> None:
         """End every sequence of a request that is still alive, or one child; unknown ids are ignored."""
         slots = self.state.slots

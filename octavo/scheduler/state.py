@@ -98,14 +98,7 @@ class SchedulerState:
                 "Shorten it or raise --max-model-len.",
                 "prompt",
             )
-        need = -(-request.limit // limits.block_size)
-        if need > self.pool.usable:
-            raise RequestError(
-                f"The request may grow to {request.limit} tokens, which is {need} KV blocks; the pool has "
-                f"{self.pool.usable}.",
-                "Lower max_tokens, or give the KV cache more memory.",
-                "max_tokens",
-            )
+        self.check_room(request)
         keys = len(request.keys)
         ends = (*request.eos, *request.stop_ids)
         if (
@@ -120,6 +113,17 @@ class SchedulerState:
             or not all(request.bad)
         ):
             raise RequestError("The request is malformed.", "Build it with octavo.engine.client.")
+
+    def check_room(self, request: EngineRequest) -> None:
+        """Refuse with RequestError what the whole pool could not hold."""
+        need = -(-request.limit // self.limits.block_size)
+        if need > self.pool.usable:
+            raise RequestError(
+                f"The request may grow to {request.limit} tokens, which is {need} KV blocks; the pool has "
+                f"{self.pool.usable}.",
+                "Lower max_tokens, or give the KV cache more memory.",
+                "max_tokens",
+            )
 
     def new_rows(self, request: EngineRequest, prompt: I32) -> list[int]:
         """A row in state WAITING for each child of a request; the first is queued, the others lie dormant."""

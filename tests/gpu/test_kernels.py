@@ -50,19 +50,20 @@ def attend(cases, shape: AttentionShape, dtype: torch.dtype, decodes, chunks, bl
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_attention(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", ["decode", "decode, window", "mixed", "mixed, window", "shared prefix"])
+def test_attention(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, case: str) -> None:
+    extra = {"softcap": 20.0, "window": 200} if "window" in case else {}
+    shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, **extra)
     for block_size in (16, 64) if dtype == torch.bfloat16 else (32,):
-        for rows in ROWS:
-            for extra in ({}, {"softcap": 20.0, "window": 200}):
-                shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, **extra)
+        if case.startswith("decode"):
+            for rows in ROWS:
                 assert attend(cases, shape, dtype, rows, [], block_size) < LIMITS[dtype]
-        chunks = [(0, 300), (512, 1), (100, 129), (0, 64)]
-        for extra in ({}, {"softcap": 20.0, "window": 100}):
-            shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, **extra)
+        elif case.startswith("mixed"):
+            chunks = [(0, 300), (512, 1), (100, 129), (0, 64)]
             assert attend(cases, shape, dtype, [700, 3], chunks, block_size) < LIMITS[dtype]
-        shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
-        shared = [512, 530, 900, 513] * 9
-        assert attend(cases, shape, dtype, shared, [], block_size, shared=448) < LIMITS[dtype]
+        else:
+            shared = [512, 530, 900, 513] * 9
+            assert attend(cases, shape, dtype, shared, [], block_size, shared=448) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,8 +87,9 @@ def test_keys_of_the_step_itself(cases, heads: int, kv_heads: int, dim: int, dty
     )[0]  # fmt: skip
     partials = partials_for(shape, len(case.step.items_I8), rows, torch.device("cuda"))
     sizes = Sizes(tokens, rows, len(case.step.items_I8), case.step.tiles_2Q.shape[1])
-    plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T, partials, True)
-    got = TritonAttention(shape, dtype)._attend(0, qk[:, :heads], pool, plan, (qk, qkv))
+    plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T, partials)
+    qk, qkv = (torch.cat((x, torch.full_like(x[:40], float("nan")))) for x in (qk, qkv))  # of another row
+    got = TritonAttention(shape, dtype)._attend(0, qk[:, :heads], pool, plan, (qk, qkv))[:tokens]
     assert cases.error(got, want) < LIMITS[dtype]
 
 
@@ -131,10 +133,10 @@ def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, no
         assert cases.error(got, expected) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 5, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (1024, 3072), (576, 1536), (960, 576), (4096, 14336)])
 def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -> None:
-    from octavo.kernels.gpu.linear import Scratch, stream_linear
+    from octavo.kernels.gpu.linear import FEW_TOKENS, Scratch, multiply, stream_linear
 
     dtype, scratch = torch.bfloat16, Scratch(torch.device("cuda"))
     scratch.reserve(outputs)
@@ -142,12 +144,19 @@ def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -
     w = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
     b, r = torch.randn(outputs, device="cuda", dtype=dtype), torch.randn(tokens, outputs, device="cuda", dtype=dtype)
     wide, bias = w.double(), b.double()
+    plain = x.double() @ wide.T + bias
     for _ in range(3):  # the counters of the split must be left at zero
         got = stream_linear(x, w, b, r.clone(), False, scratch)
-        assert cases.error(got, x.double() @ wide.T + bias + r.double()) < 1e-2
+        assert cases.error(got, plain + r.double()) < 1e-2
     assert not scratch.counters.any()
-    got = stream_linear(x, w, b, None, True, scratch)
-    assert cases.error(got, reference.silu_and_mul(x.double() @ wide.T + bias)) < 1e-2
+    assert cases.error(stream_linear(x, w, b, None, True, scratch), reference.silu_and_mul(plain)) < 1e-2
+    if tokens > FEW_TOKENS:
+        return
+    norm = torch.rand(inputs, device="cuda") + 0.5, 1e-5
+    normed = reference.rms_norm(x.double(), norm[0].double(), 1e-5) @ wide.T + bias
+    assert cases.error(multiply(x, w, b, r.clone(), False, None), plain + r.double()) < 1e-2
+    assert cases.error(multiply(x, w, b, None, False, norm), normed) < 1e-2
+    assert cases.error(multiply(x, w, b, None, True, norm), reference.silu_and_mul(normed)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

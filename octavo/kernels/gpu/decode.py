@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gpu.launch import early, in_turn
+from octavo.kernels.gpu.launch import LINE, ask_for, await_turn, early, let_in
+from octavo.kernels.gpu.linear import FEW_TOKENS
 from octavo.kernels.gpu.rope import Turning, turn
 from octavo.kernels.gpu.step import (
     I_FROM,
@@ -79,9 +80,10 @@ def _decode(
     Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, NORM, ROPE, R, M, first, q_stride, scale, eps,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
-    JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    in_turn(EARLY)
+    let_in(EARLY)  # items and tables lie behind a kernel of torch's, the embedding
     head = tl.program_id(0)
     item = ITEMS + tl.program_id(1) * ITEM_WORDS
     lane = tl.load(item + I_LANE).to(tl.int64)  # before the count is known: one wait instead of two
@@ -93,7 +95,13 @@ def _decode(
     parts = tl.load(item + I_PARTS)
     place = tl.load(item + I_PLACE).to(tl.int64)
     if tl.program_id(1) >= tl.load(META + M_ITEMS):
+        await_turn(EARLY)  # who does not wait would end before the kernels before it
         return
+    if WINDOW > 0:
+        lo = tl.maximum(lo, length - WINDOW)
+    if AHEAD > 0:
+        _ask_for_keys(KEYS, VALUES, table, lo, hi, head, K, D, S, BN, AHEAD)
+    await_turn(EARLY)
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
     heads = head * G + g
@@ -111,8 +119,6 @@ def _decode(
     m = tl.full([GP], _NEG, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, BD], tl.float32)
-    if WINDOW > 0:
-        lo = tl.maximum(lo, length - WINDOW)
     for n0 in range(lo, hi, BN):
         n = n0 + tl.arange(0, BN)
         ok = n < hi
@@ -131,8 +137,8 @@ def _decode(
         m = top
     seen = total > 0.0  # an item behind the window sees nothing
     acc = acc / tl.where(seen, total, 1.0)[:, None]
-    out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
     if (parts == 1) & (PREFIX == 0):
+        out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
     else:
         at = (place + part) * H + heads
@@ -141,8 +147,22 @@ def _decode(
         tl.debug_barrier()  # all of this program's results are out before it counts itself
         if tl.atomic_add(FINISHED + lane * K + head, 1, sem="acq_rel") == parts - 1:
             tl.store(FINISHED + lane * K + head, 0)
-            joined = _joined(PART, LSE, place, parts, first + lane, R, head, H, G, GP, D, BD, PREFIX, JOIN)
-            tl.store(out, joined.to(OUT.dtype.element_ty), mask=wanted)
+            _join(PART, LSE, OUT + lane * H * D, place, parts, first + lane, R, head, H, G, GJ, D, BD, PREFIX, JOIN)
+
+
+@triton.jit
+def _ask_for_keys(
+    KEYS, VALUES, table, lo, hi, head, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """The first BN keys and values of an item; what other kernels have still to write comes again when it is read."""
+    step: tl.constexpr = LINE // (KEYS.dtype.element_ty.primitive_bitwidth // 8)
+    n = tl.minimum(lo + tl.arange(0, BN), tl.maximum(hi - 1, lo))
+    block = tl.load(table + n // S).to(tl.int64)
+    d = tl.arange(0, LINES) * step
+    at = (((block * K + head) * S + n % S) * D)[:, None] + tl.minimum(d, D - 1)[None, :]
+    ask_for(KEYS + at)
+    ask_for(VALUES + at)
 
 
 @triton.jit
@@ -163,18 +183,18 @@ def _write_own(
 
 
 @triton.jit
-def _joined(
-    PART, LSE, place, parts, prefix, R, head,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr,
+def _join(
+    PART, LSE, OUT, place, parts, prefix, R, head,
+    H: tl.constexpr, G: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr,
     JOIN: tl.constexpr,
 ):  # fmt: skip
     """The partial results of one row for the heads of one key/value head; JOIN of them are loaded at a time."""
-    g = tl.arange(0, GP)
+    g = tl.arange(0, GJ)
     d = tl.arange(0, BD)
     wanted = (g < G)[:, None] & (d < D)[None, :]
-    m = tl.full([GP], _NEG, tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, BD], tl.float32)
+    m = tl.full([GJ], _NEG, tl.float32)
+    total = tl.zeros([GJ], tl.float32)
+    acc = tl.zeros([GJ, BD], tl.float32)
     for i in range(0, parts + PREFIX, JOIN):
         for j in tl.static_range(JOIN):
             u = i + j
@@ -188,7 +208,8 @@ def _joined(
             acc = acc * shrink[:, None] + tl.where(weight > 0.0, weight, 0.0)[:, None] * o
             total = total * shrink + weight
             m = top
-    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(OUT + (head * G + g)[:, None] * D + d[None, :], acc.to(OUT.dtype.element_ty), mask=wanted)
 
 
 def precision_of(q_THD: Tensor) -> str:
@@ -223,13 +244,15 @@ def decode_attention(
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else "half"]
-    first = partials.o_UHD.shape[0] - partials.prefix_splits * rows
+    lines = triton.next_power_of_2(triton.cdiv(dim * q_THD.element_size(), LINE.value))
+    first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)
     _decode[(kv_heads, items)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
         step.meta, step.items_I8, tables_SM if turning is None else turning.weight,
         tables_SM if turning is None else turning.rope_PD, rows, tables_SM.shape[1], first, q_THD.stride(0),
         scale * LOG2_E, 0.0 if turning is None else turning.eps, heads, kv_heads, group, padded, dim, width,
-        block_size, block, softcap, window, partials.prefix_splits if prefix else 0, 8 if lanes <= _FEW else 2,
-        turning is not None, turning is not None and turning.norm is not None, precision_of(q_THD), early(q_THD),
-        num_warps=warps, num_stages=stages, launch_pdl=early(q_THD),
+        block_size, block, softcap, window, partials.prefix_splits if prefix else 0, triton.next_power_of_2(group),
+        16 if lanes <= _FEW else 4, turning is not None, turning is not None and turning.norm is not None,
+        precision_of(q_THD), lines if pdl and lanes <= FEW_TOKENS else 0, pdl, num_warps=warps, num_stages=stages,
+        launch_pdl=pdl,
     )  # fmt: skip

@@ -1,8 +1,11 @@
-"""Matrix products for few tokens: the weight is streamed once, at the speed of memory, and what follows it is done in
-the same kernel: bias, the gate of an MLP, the sum with the residual stream.
+"""Matrix products for few tokens: the weight is streamed once, at the speed of memory, and what lies around it is
+done in the same kernel: bias, the gate of an MLP, the sum with the residual stream.
 
-A program makes a few outputs for all tokens. With SPLIT > 1 the inputs of an output are shared out over several
-programs; the last of them to finish adds the parts in their order, so the result does not depend on who is last.
+`multiply` is for up to FEW_TOKENS. It needs no tensor cores, norms its input itself, and where kernels are launched
+early a program has its rows of the weight in registers before it waits for its turn; so the memory is busy while the
+kernels before it finish. `stream_linear` is for up to MOST_TOKENS and small weights. With SPLIT > 1 the inputs of an
+output are shared out over several programs; the last of them to finish adds the parts in their order, so the result
+does not depend on who is last.
 
 Shape letters: T tokens, I inputs, O outputs.
 """
@@ -16,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gpu.launch import early, in_turn
+from octavo.kernels.cpu import Norm
+from octavo.kernels.gpu.launch import await_turn, early, in_turn, let_in
 
+FEW_TOKENS = 4
 MOST_TOKENS = 16  # beyond this the vendor's library is faster, and for ...
 MOST_WEIGHTS = 8 << 20  # ... larger weights too
 _MAX_SPLIT = 8
@@ -37,6 +42,96 @@ class Launch:
 
 TUNED = Launch(32, 128, 4, 4, 4)
 TUNED_GATED = Launch(32, 256, 1, 4, 4)
+# `multiply`: bytes of weight that a program holds, the most inputs of a piece, warps.
+TUNED_FEW = (32 << 10, 4096, 4)
+
+
+@triton.jit
+def _rows(W, n, k, N, KI):
+    """Some rows of the weight, in the order of memory."""
+    at = n[:, None].to(tl.int64) * KI + k[None, :]
+    return tl.load(W + at, mask=(n < N)[:, None] & (k < KI)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiply(
+    X, W, NORM, BIAS, OUT, T, N, KI, eps,
+    TB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PIECES: tl.constexpr, NORMED: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of all tokens. The first piece of the weight does not wait for the kernels before this one."""
+    let_in(EARLY)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    w = _rows(W, n, k, N, KI)
+    u = w
+    if GATED:
+        u = _rows(W + N.to(tl.int64) * KI, n, k, N, KI)
+    await_turn(EARLY)
+    for t in tl.static_range(TB):
+        seen = t < T
+        acc = tl.zeros([BN], tl.float32)
+        up = tl.zeros([BN], tl.float32)
+        square = 0.0
+        for piece in tl.static_range(PIECES):
+            at = piece * BK + k
+            a, b = w, u
+            if piece > 0:
+                a = _rows(W, n, at, N, KI)
+                if GATED:
+                    b = _rows(W + N.to(tl.int64) * KI, n, at, N, KI)
+            x = tl.load(X + t * KI + at, mask=(at < KI) & seen, other=0.0).to(tl.float32)
+            if NORMED:
+                square += tl.sum(x * x, 0)
+                x *= tl.load(NORM + at, mask=at < KI, other=0.0).to(tl.float32)
+            acc += tl.sum(a.to(tl.float32) * x[None, :], 1)
+            if GATED:
+                up += tl.sum(b.to(tl.float32) * x[None, :], 1)
+        if NORMED:
+            inverse = tl.rsqrt(square / KI + eps)
+            acc *= inverse
+            up *= inverse
+        if BIASED:
+            acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)
+            if GATED:
+                up += tl.load(BIAS + N + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        ok = (n < N) & seen
+        if ADD:
+            acc += tl.load(OUT + t * N + n, mask=ok, other=0.0).to(tl.float32)
+        tl.store(OUT + t * N + n, acc.to(OUT.dtype.element_ty), mask=ok)
+
+
+def multiply(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    residual_TO: Tensor | None,
+    gated: bool,
+    norm: Norm | None,
+    tuned: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """norm(x) W^T + b for at most FEW_TOKENS tokens; added to `residual_TO` in place if there is one.
+
+    `gated`: the rows of the weight are G, then U, and the result is silu(x G^T) * (x U^T).
+    """
+    tokens, inputs = x_TI.shape
+    outputs = weight_OI.shape[0] // 2 if gated else weight_OI.shape[0]
+    held, most, warps = tuned or TUNED_FEW
+    piece = min(most, triton.next_power_of_2(inputs))
+    rows = max(1, held // (piece * weight_OI.element_size() * (2 if gated else 1)))
+    out_TO = residual_TO
+    if out_TO is None:
+        out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
+    pdl = early(x_TI)
+    _multiply[(triton.cdiv(outputs, rows),)](
+        x_TI, weight_OI, weight_OI if norm is None else norm[0], x_TI if bias_O is None else bias_O, out_TO, tokens,
+        outputs, inputs, 0.0 if norm is None else norm[1], triton.next_power_of_2(tokens), rows, piece,
+        triton.cdiv(inputs, piece), norm is not None, gated, residual_TO is not None, bias_O is not None, pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out_TO
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch.nn.functional import linear as product
 from octavo.kernels import cpu, reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
-from octavo.kernels.gpu.linear import MOST_TOKENS, MOST_WEIGHTS, Scratch, stream_linear
+from octavo.kernels.gpu.linear import FEW_TOKENS, MOST_TOKENS, MOST_WEIGHTS, Scratch, multiply, stream_linear
 from octavo.kernels.quant import QuantWeight
 
 
@@ -29,7 +29,8 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 
 class CudaOps:
-    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens with small weights take `stream_linear`."""
+    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens take the kernels of
+    `octavo.kernels.gpu.linear`."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
@@ -42,7 +43,13 @@ class CudaOps:
             return cpu.linear(weight_OI, bias_O, norm)
         if norm is None:
             return lambda x_TI: product(x_TI, weight_OI, bias_O)
-        return lambda x_TI: product(rms_norm(x_TI, *norm), weight_OI, bias_O)
+
+        def apply(x_TI: Tensor) -> Tensor:
+            if _few(x_TI):
+                return multiply(x_TI, weight_OI, bias_O, None, False, norm)
+            return product(rms_norm(x_TI, *norm), weight_OI, bias_O)
+
+        return apply
 
     def gated_linear(
         self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
@@ -52,6 +59,8 @@ class CudaOps:
             return cpu.gated_linear(weight_OI, bias_O, norm)
 
         def apply(x_TI: Tensor) -> Tensor:
+            if _few(x_TI):
+                return multiply(x_TI, weight_OI, bias_O, None, True, norm)
             x_TI = x_TI if norm is None else rms_norm(x_TI, *norm)
             if _streams(x_TI, weight_OI):
                 return stream_linear(x_TI, weight_OI, bias_O, None, True, self._scratch)
@@ -66,6 +75,8 @@ class CudaOps:
         self._scratch.reserve(weight_OI.shape[0])
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+            if _few(x_TI):
+                return multiply(x_TI, weight_OI, bias_O, residual_TO, False, None)
             if _streams(x_TI, weight_OI):
                 return stream_linear(x_TI, weight_OI, bias_O, residual_TO, False, self._scratch)
             if bias_O is not None:
@@ -73,6 +84,10 @@ class CudaOps:
             return residual_TO.addmm_(x_TI, weight_OI.t())
 
         return apply
+
+
+def _few(x_TI: Tensor) -> bool:
+    return x_TI.shape[0] <= FEW_TOKENS and x_TI.dtype in (torch.bfloat16, torch.float16)
 
 
 def _streams(x_TI: Tensor, weight_OI: Tensor) -> bool:

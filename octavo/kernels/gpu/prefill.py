@@ -101,12 +101,17 @@ def _over_pool(
 @triton.jit
 def _over_step(
     q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t, lo, hi, scale,
-    BN: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the row's own tokens lo..hi - 1 of this step, by tensor descriptors over the step's products."""
+    """Keys of the row's own tokens lo..hi - 1 of this step, by tensor descriptors over the step's products.
+
+    LAST: behind `hi` comes another row, which may hold NaN, and zero times NaN is NaN.
+    """
     for n0 in range(lo, hi, BN):
         k = KEYS.load([first + n0, key_column])
         v = VALUES.load([first + n0, value_column])
+        if LAST:
+            v = tl.where((n0 + tl.arange(0, BN) < hi)[:, None], v, tl.zeros_like(v))
         seen = (n0 + tl.arange(0, BN))[None, :] <= t[:, None]
         s = tl.dot(q, k.T, input_precision=PRECISION)
         m, total, acc = _join(s, v, m, total, acc, seen, scale, SOFTCAP, MASKED, PRECISION)
@@ -161,13 +166,19 @@ def _prefill(
     )  # fmt: skip
     if OWN:
         free = (t0 + 1) // BN * BN
+        own_stop = tl.minimum(t0 + BM // GP, tokens)
+        whole = tl.maximum(tl.minimum(own_stop, tokens // BN * BN), free)
         m, total, acc = _over_step(
             q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, 0, free, scale,
-            BN, SOFTCAP, False, PRECISION,
+            BN, SOFTCAP, False, False, PRECISION,
         )  # fmt: skip
         m, total, acc = _over_step(
-            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, free,
-            tl.minimum(t0 + BM // GP, tokens), scale, BN, SOFTCAP, True, PRECISION,
+            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, free, whole, scale,
+            BN, SOFTCAP, True, False, PRECISION,
+        )  # fmt: skip
+        m, total, acc = _over_step(
+            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, whole, own_stop,
+            scale, BN, SOFTCAP, True, True, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(OUT + ((token * H + heads) * D)[:, None] + d[None, :], acc.to(OUT.dtype.element_ty), mask=ok)
@@ -247,7 +258,7 @@ def prefill_attention(
     """Attention of the step's host-fed rows into `out_THD`, launched for `tiles` tiles of `tile_tokens` tokens.
 
     `own`: (rotated q and k [T, H + K, D], the qkv product [T, H + 2K, D]) of the step. With it the keys and values of
-    the step itself are read from there, in wide copies that know no blocks; every one of its tokens must be finite.
+    the step itself are read from there, in wide copies that know no blocks.
     """
     sizes, precision, launch = _sizes(q_THD, keys_NKSD, "half" if own is None else "own")
     keys: Any = q_THD

@@ -87,10 +87,42 @@ def _gumbel(w, FAST: tl.constexpr):
 
 
 @triton.jit
+def _best_of_piece(
+    ROW, CUTS, PARAMS, row, position, quad, V, scale, inverse, SOFTCAP: tl.constexpr, RANDOM: tl.constexpr,
+    FILTERS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Best value and its id in each group of four, and whether a logit there is not a number or infinite."""
+    if RANDOM:
+        c0 = quad.to(tl.uint32, bitcast=True)
+        c1 = position.to(tl.uint32, bitcast=True) + c0 * 0
+        c2 = _word(PARAMS, row, _CHILD).to(tl.uint32, bitcast=True) + c0 * 0
+        low = _word(PARAMS, row, _SEED_LOW).to(tl.uint32, bitcast=True)
+        high = _word(PARAMS, row, _SEED_HIGH).to(tl.uint32, bitcast=True)
+        words = tl.philox_impl(c0, c1, c2, c0 * 0 + _TAG, low, high)
+    best = quad.to(tl.float32) * 0.0 - _INF
+    where = quad * 0 + 0x7FFFFFFF
+    bad = quad * 0
+    for j in tl.static_range(4):
+        v = 4 * quad + j
+        raw = tl.load(ROW + v, mask=v < V, other=-_INF).to(tl.float32)
+        bad |= ((raw != raw) | (raw == _INF)).to(tl.int32)
+        x = _scaled(raw, scale, inverse, SOFTCAP)
+        if FILTERS:
+            tie = (raw == tl.load(CUTS)) & (v.to(tl.float32) <= tl.load(CUTS + 1))
+            keep = ((raw > tl.load(CUTS)) | tie) & (x >= tl.load(CUTS + 2))
+            x = tl.where(keep, x, -_INF)
+        if RANDOM:
+            x += _gumbel(words[j], FAST)
+        better = x > best
+        best = tl.where(better, x, best)
+        where = tl.where(better, v, where)
+    return best, where, bad
+
+
+@triton.jit
 def _choose(
     LOGITS, CUTS, PARAMS, SAMPLES, META, BEST, ID, BAD, R, V, scale,
-    SOFTCAP: tl.constexpr, RANDOM: tl.constexpr, FILTERS: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr,
-    EARLY: tl.constexpr,
+    SOFTCAP: tl.constexpr, FILTERS: tl.constexpr, QUADS: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best token of one piece of the vocabulary: QUADS groups of four ids that share a Philox counter."""
     in_turn(EARLY)
@@ -98,34 +130,19 @@ def _choose(
     if n >= tl.load(META + M_SAMPLES):
         return
     row = tl.load(SAMPLES + R + n)
+    position = tl.load(SAMPLES + 2 * R + n)
     temperature = _number(PARAMS, row, _TEMPERATURE)
-    random = temperature > 0
-    inverse = 1.0 / tl.where(random, temperature, 1.0)
     quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
-    if RANDOM:
-        c0 = quad.to(tl.uint32, bitcast=True)
-        c1 = tl.load(SAMPLES + 2 * R + n).to(tl.uint32, bitcast=True) + c0 * 0
-        c2 = _word(PARAMS, row, _CHILD).to(tl.uint32, bitcast=True) + c0 * 0
-        low = _word(PARAMS, row, _SEED_LOW).to(tl.uint32, bitcast=True)
-        high = _word(PARAMS, row, _SEED_HIGH).to(tl.uint32, bitcast=True)
-        words = tl.philox_impl(c0, c1, c2, c0 * 0 + _TAG, low, high)
-    best = tl.full([QUADS], -_INF, tl.float32)
-    where = tl.full([QUADS], 0x7FFFFFFF, tl.int32)
-    bad = tl.zeros([QUADS], tl.int32)
-    for j in tl.static_range(4):
-        v = 4 * quad + j
-        raw = tl.load(LOGITS + n.to(tl.int64) * V + v, mask=v < V, other=-_INF).to(tl.float32)
-        bad |= ((raw != raw) | (raw == _INF)).to(tl.int32)
-        x = _scaled(raw, scale, inverse, SOFTCAP)
-        if FILTERS:
-            tie = (raw == tl.load(CUTS + 3 * n)) & (v.to(tl.float32) <= tl.load(CUTS + 3 * n + 1))
-            keep = ((raw > tl.load(CUTS + 3 * n)) | tie) & (x >= tl.load(CUTS + 3 * n + 2))
-            x = tl.where(keep, x, -_INF)
-        if RANDOM:
-            x += tl.where(random, _gumbel(words[j], FAST), 0.0)
-        better = x > best
-        best = tl.where(better, x, best)
-        where = tl.where(better, v, where)
+    ROW = LOGITS + n.to(tl.int64) * V
+    CUTS += 3 * n
+    if temperature > 0:
+        best, where, bad = _best_of_piece(
+            ROW, CUTS, PARAMS, row, position, quad, V, scale, 1.0 / temperature, SOFTCAP, True, FILTERS, FAST
+        )
+    else:
+        best, where, bad = _best_of_piece(
+            ROW, CUTS, PARAMS, row, position, quad, V, scale, 1.0, SOFTCAP, False, FILTERS, FAST
+        )
     top = tl.max(best, 0)
     at = n * tl.num_programs(1) + tl.program_id(1)
     tl.store(BEST + at, top)
@@ -314,14 +331,13 @@ def sample(
     out_N: Tensor,
     scale: float,
     softcap: float,
-    random: bool,
     filters: bool,
 ) -> None:
     """Choose the token of each sample of the step from the head's product (its `scale` and `softcap` still to do).
 
     Writes the tokens to `out_N` (int32, -1 for logits that are not finite) and to the rows' `last_token_S`.
-    `random`: some row has a temperature; `filters`: some such row uses top-k, top-p or min-p. Launched for as many
-    samples as `logits_NV` has rows.
+    `filters`: some row with a temperature uses top-k, top-p or min-p. Launched for as many samples as `logits_NV` has
+    rows.
     """
     count, vocab = logits_NV.shape
     device, rows = logits_NV.device, step.rows_CR.shape[1]
@@ -340,7 +356,7 @@ def sample(
         )  # fmt: skip
     _choose[(count, pieces)](
         logits_NV, cuts_N3, params_SP, step.samples_3R, step.meta, best_NC, id_NC, bad_NC, rows, vocab, scale,
-        softcap, random, filters, quads, not triton.knobs.runtime.interpret, early(logits_NV), num_warps=4,
+        softcap, filters, quads, not triton.knobs.runtime.interpret, early(logits_NV), num_warps=4,
         launch_pdl=early(logits_NV),
     )  # fmt: skip
     _finish[(count,)](

@@ -43,9 +43,8 @@ def run(logits_NV: Tensor, rows: list[Row], **options: float) -> tuple[list[int]
     step.samples_3R[2, :count] = torch.arange(100, 100 + count)
     last, out = torch.zeros(count + 1, dtype=torch.int64), torch.full((len(logits_NV),), -7, dtype=torch.int32)
     filters = any(set(row) & {"top_k", "top_p", "min_p"} for row in rows)
-    random = any(row.get("temperature", 1.0) > 0 for row in rows)
     scale, softcap = options.get("scale", 1.0), options.get("softcap", 0.0)
-    sample(logits_NV, step, torch.from_numpy(params), last, out, scale, softcap, random, filters)
+    sample(logits_NV, step, torch.from_numpy(params), last, out, scale, softcap, filters)
     assert last[1:].tolist() == [max(t, 0) for t in out[:count].tolist()]
     wide = logits_NV[:count].float() * scale
     if softcap:
