@@ -1,7 +1,9 @@
 """Mixture of experts (Shazeer et al. 2017): a router picks a few gated MLPs for each token and weighs their sum.
 
-The reference form: one pass per expert that any token has chosen, which looks at the choice on the host; so a step
-with it cannot be captured in a graph.
+Three forms of one thing. On the processor, one pass per expert that any token has chosen, which looks at the choice.
+On CUDA nothing may look, so that a step can be captured: the tokens are sorted by expert and a grouped product takes
+each group with its expert's weights; types that it does not know pass through all experts, weighed by zero where not
+chosen.
 
 Shape letters: T tokens, I features, E experts, C experts a token uses, M features inside an expert.
 """
@@ -36,13 +38,42 @@ class Moe:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
         weight_TC, expert_TC = self._route(x_TI)
+        if not x_TI.is_cuda:
+            return self._by_choice(x_TI, weight_TC, expert_TC)
+        if x_TI.dtype == torch.bfloat16:
+            return self._grouped(x_TI, weight_TC, expert_TC)
+        return self._by_all(x_TI, weight_TC, expert_TC)
+
+    def _expert(self, expert: int, x_NI: Tensor) -> Tensor:
+        inside = silu_and_mul(torch.nn.functional.linear(x_NI, self._gate_up[expert]))
+        return torch.nn.functional.linear(inside, self._down_EIM[expert])
+
+    def _by_choice(self, x_TI: Tensor, weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
         y_TI = torch.zeros_like(x_TI)
         for expert in torch.unique(expert_TC).tolist():
             token_N, place_N = torch.where(expert_TC == expert)
-            inside = silu_and_mul(torch.nn.functional.linear(x_TI[token_N], self._gate_up[expert]))
-            y_NI = torch.nn.functional.linear(inside, self._down_EIM[expert])
+            y_NI = self._expert(expert, x_TI[token_N])
             y_TI.index_add_(0, token_N, y_NI * weight_TC[token_N, place_N, None])
         return y_TI
+
+    def _by_all(self, x_TI: Tensor, weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
+        y_TI = torch.zeros_like(x_TI)
+        for expert in range(len(self._gate_up)):
+            weight_T = (weight_TC * (expert_TC == expert)).sum(-1)
+            y_TI += self._expert(expert, x_TI) * weight_T[:, None]
+        return y_TI
+
+    def _grouped(self, x_TI: Tensor, weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
+        """P pairs of token and expert, sorted by expert; `ends_E` is where each expert's pairs end."""
+        experts_P = expert_TC.flatten()
+        order_P = experts_P.argsort(stable=True)
+        numbers_E = torch.arange(len(self._gate_up), device=x_TI.device)
+        ends_E = torch.searchsorted(experts_P[order_P], numbers_E, right=True).to(torch.int32)
+        product = torch.nn.functional.grouped_mm
+        inside = silu_and_mul(product(x_TI[order_P // self._chosen], self._gate_up.transpose(1, 2), offs=ends_E))
+        y_PI = product(inside, self._down_EIM.transpose(1, 2), offs=ends_E)
+        y_PI = torch.empty_like(y_PI).index_copy_(0, order_P, y_PI)
+        return (y_PI.view(*expert_TC.shape, -1) * weight_TC[..., None]).sum(1)
 
     def _route(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """(weight_TC, expert_TC): softmax over all experts, then the best C."""

@@ -133,26 +133,17 @@ def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, no
         assert cases.error(got, expected) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (1024, 3072), (576, 1536), (960, 576), (4096, 14336)])
 def test_products_of_few_tokens(cases, tokens: int, outputs: int, inputs: int) -> None:
-    from octavo.kernels.gpu.linear import FEW_TOKENS, Scratch, multiply, stream_linear
+    from octavo.kernels.gpu.linear import multiply
 
-    dtype, scratch = torch.bfloat16, Scratch(torch.device("cuda"))
-    scratch.reserve(outputs)
+    dtype = torch.bfloat16
     x = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
     w = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
     b, r = torch.randn(outputs, device="cuda", dtype=dtype), torch.randn(tokens, outputs, device="cuda", dtype=dtype)
-    wide, bias = w.double(), b.double()
+    norm, wide, bias = (torch.rand(inputs, device="cuda") + 0.5, 1e-5), w.double(), b.double()
     plain = x.double() @ wide.T + bias
-    for _ in range(3):  # the counters of the split must be left at zero
-        got = stream_linear(x, w, b, r.clone(), False, scratch)
-        assert cases.error(got, plain + r.double()) < 1e-2
-    assert not scratch.counters.any()
-    assert cases.error(stream_linear(x, w, b, None, True, scratch), reference.silu_and_mul(plain)) < 1e-2
-    if tokens > FEW_TOKENS:
-        return
-    norm = torch.rand(inputs, device="cuda") + 0.5, 1e-5
     normed = reference.rms_norm(x.double(), norm[0].double(), 1e-5) @ wide.T + bias
     assert cases.error(multiply(x, w, b, r.clone(), False, None), plain + r.double()) < 1e-2
     assert cases.error(multiply(x, w, b, None, False, norm), normed) < 1e-2

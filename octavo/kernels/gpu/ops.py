@@ -12,7 +12,7 @@ from torch.nn.functional import linear as product
 from octavo.kernels import cpu, reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
-from octavo.kernels.gpu.linear import FEW_TOKENS, MOST_TOKENS, MOST_WEIGHTS, Scratch, multiply, stream_linear
+from octavo.kernels.gpu.linear import few, multiply
 from octavo.kernels.quant import QuantWeight
 
 
@@ -29,11 +29,7 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 
 class CudaOps:
-    """Products of one device; see `octavo.kernels.ops.Ops`. Few tokens take the kernels of
-    `octavo.kernels.gpu.linear`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._scratch = Scratch(device)
+    """Products; see `octavo.kernels.ops.Ops`. Those of few tokens are not the vendor's."""
 
     def linear(
         self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
@@ -45,7 +41,7 @@ class CudaOps:
             return lambda x_TI: product(x_TI, weight_OI, bias_O)
 
         def apply(x_TI: Tensor) -> Tensor:
-            if _few(x_TI):
+            if few(x_TI, weight_OI):
                 return multiply(x_TI, weight_OI, bias_O, None, False, norm)
             return product(rms_norm(x_TI, *norm), weight_OI, bias_O)
 
@@ -59,11 +55,9 @@ class CudaOps:
             return cpu.gated_linear(weight_OI, bias_O, norm)
 
         def apply(x_TI: Tensor) -> Tensor:
-            if _few(x_TI):
+            if few(x_TI, weight_OI):
                 return multiply(x_TI, weight_OI, bias_O, None, True, norm)
             x_TI = x_TI if norm is None else rms_norm(x_TI, *norm)
-            if _streams(x_TI, weight_OI):
-                return stream_linear(x_TI, weight_OI, bias_O, None, True, self._scratch)
             return silu_and_mul(product(x_TI, weight_OI, bias_O))
 
         return apply
@@ -72,23 +66,12 @@ class CudaOps:
         """residual + x W^T + b, written over the residual."""
         if isinstance(weight_OI, QuantWeight):
             return cpu.linear_add(weight_OI, bias_O)
-        self._scratch.reserve(weight_OI.shape[0])
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
-            if _few(x_TI):
+            if few(x_TI, weight_OI):
                 return multiply(x_TI, weight_OI, bias_O, residual_TO, False, None)
-            if _streams(x_TI, weight_OI):
-                return stream_linear(x_TI, weight_OI, bias_O, residual_TO, False, self._scratch)
             if bias_O is not None:
                 residual_TO.add_(bias_O)
             return residual_TO.addmm_(x_TI, weight_OI.t())
 
         return apply
-
-
-def _few(x_TI: Tensor) -> bool:
-    return x_TI.shape[0] <= FEW_TOKENS and x_TI.dtype in (torch.bfloat16, torch.float16)
-
-
-def _streams(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    return x_TI.shape[0] <= MOST_TOKENS and weight_OI.numel() <= MOST_WEIGHTS and x_TI.dtype == torch.bfloat16
