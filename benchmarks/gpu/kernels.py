@@ -267,9 +267,7 @@ FEW = [(held << 10, most, warps) for held, most, warps in (
 
 
 def bench_linear(tune: bool) -> None:
-    """The products of a layer with what lies around them: the library and other kernels, and the streaming kernel."""
-    scratch = linear.Scratch(DEVICE)
-    scratch.reserve(32768)
+    """The products of a layer with what lies around them: the library and other kernels, and one kernel for all."""
     for size, mlp, q, kv in ((1024, 3072, 2048, 1024), (4096, 14336, 4096, 1024)):
         weight_I = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
         products = (
@@ -279,7 +277,7 @@ def bench_linear(tune: bool) -> None:
         for name, outputs, inputs, normed in products:
             copies = max(2, int(300e6 // (outputs * inputs * 2)) + 1)
             weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
-            for m in (1, 2, 4, 16):
+            for m in (1, 2, 4):
                 x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
                 r = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
                 gated = name == "gate_up"
@@ -302,17 +300,9 @@ def bench_linear(tune: bool) -> None:
                         for w in weights:
                             linear.multiply(x, w, None, r if normed is None else None, gated, normed, tuned)
 
-                    if m <= linear.FEW_TOKENS:
-                        results.append((timed(few, 1) / copies, str(tuned)))
-                if m > linear.FEW_TOKENS and normed is None and weights[0].numel() <= linear.MOST_WEIGHTS:
-
-                    def stream(x=x, r=r, gated=gated, weights=weights) -> None:
-                        for w in weights:
-                            linear.stream_linear(x, w, None, r, gated, scratch)
-
-                    results.append((timed(stream, 1) / copies, "split"))
+                    results.append((timed(few, 1) / copies, str(tuned)))
                 for seconds, launch in sorted(results)[:5]:
-                    report(f"{name} {m} x {outputs} x {inputs}, stream", seconds, nbytes, note=launch)
+                    report(f"{name} {m} x {outputs} x {inputs}, one kernel", seconds, nbytes, note=launch)
 
 
 def bench_buckets(tune: bool) -> None:

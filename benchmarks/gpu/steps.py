@@ -4,7 +4,7 @@
 
 Wall: mean of 100 engine steps with all rows decoding. Host: CPU time of plan, launch and commit in them, without
 waiting. Kernels: device time a step from torch's profiler over 5 steps, summed by kernel name. `--late`: no kernel is
-launched early. `--library`: no streaming products. `--host`: Python's profiler over 50 steps, too.
+launched early. `--library`: the vendor's products only. `--host`: Python's profiler over 50 steps, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from octavo.bench import gpu
-from octavo.kernels.gpu import ops
+from octavo.kernels.gpu import linear
 from octavo.kernels.gpu.launch import ALLOWED
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     gpu.add_arguments(parser)
     ALLOWED[0] = "--late" not in sys.argv
     if "--library" in sys.argv:
-        ops.MOST_TOKENS = 0
+        linear.FEW_TOKENS = 0
     llm = gpu.build(parser.parse_args(["--shape", sys.argv[1]]))
     gpu.warm_up(llm)
     print(llm.engine.loop.runner.timeline)
