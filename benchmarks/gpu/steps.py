@@ -98,6 +98,13 @@ def kernels(llm: Any, steps: int) -> list[tuple[str, int, float]]:
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
+def floor(llm: Any) -> float:
+    """Milliseconds that reading all weights and all keys and values once takes at 4.3 TB/s."""
+    facts, slots = llm.engine.facts, llm.engine.scheduler.state.slots
+    keys = int(slots.known[slots.state == 3].sum()) * facts.kv_bytes_per_block / facts.block_size
+    return 1e3 * (llm.engine.loop.runner.memory["weights"] + keys) / 4.3e12
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
@@ -112,17 +119,18 @@ def main() -> None:
     for batch in (int(size) for size in sys.argv[2].split(",")):
         numbers = settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 and sys.argv[4].isdigit() else 1024)
         wall, host = host_times(llm, 100)
+        limit = floor(llm)
         table = kernels(llm, 5)
         device = sum(row[2] for row in table) / 1000
         print(
-            f"batch {batch}: wall {wall:.3f} ms, device {device:.3f} ms, host",
+            f"batch {batch}: wall {wall:.3f} ms ({100 * limit / wall:.0f} % of limit), device {device:.3f} ms, host",
             {k: round(v, 3) for k, v in host.items()},
         )
         if "--host" in sys.argv:
             print(profile_host(llm, 50))
         for name, count, micros in table[:16]:
             print(f"    {micros:9.1f} us {count:6.1f} x {name}")
-        out[str(batch)] = {"wall_ms": wall, "device_ms": device, "host_ms": host, "kernels": table}
+        out[str(batch)] = {"wall_ms": wall, "limit_ms": limit, "device_ms": device, "host_ms": host, "kernels": table}
         for number in numbers:
             llm.drop([number])
         while llm.engine.scheduler.has_work():

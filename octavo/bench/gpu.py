@@ -6,6 +6,7 @@
     W3  32 prompts of 4,032 tokens, 1 output token: prompt tokens a second
     W4  256 requests with 3,072 shared and 64 own tokens, 128 output tokens
     W5  2,048 requests of 32 prompt and 32 output tokens
+    W6  2 requests of 100,000 prompt and 256 output tokens (needs --max-model-len 131072, and a model made for it)
 Token ids are uniform in 10..29,999, nothing is detokenised, end-of-sequence is ignored. `RIVALS` holds the better of
 vLLM 0.25.1 and SGLang 0.5.16 in each row, measured on the same kind of machine (one NVIDIA H200, torch 2.11).
 """
@@ -33,7 +34,7 @@ RIVALS = {
         "W4": 3.87, "W5": 18_431, "start": 55,
     },
 }  # fmt: skip
-UNITS = {"W1": "out tok/s", "W2": "ms a step", "W3": "in tok/s", "W4": "s", "W5": "out tok/s"}
+UNITS = {"W1": "out tok/s", "W2": "ms a step", "W3": "in tok/s", "W4": "s", "W5": "out tok/s", "W6": "s"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,14 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--dtype", default="auto", help="weights and KV cache")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--trace", type=Path, help="write a trace of 32 requests here, for chrome://tracing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     llm = build(args)
     rows: dict[str, Any] = {}
-    started = sum(llm.engine.loop.runner.timeline.values())
+    started, timeline = first_token(llm), llm.engine.loop.runner.timeline
     warm_up(llm)
+    if args.trace:
+        trace(llm, args.trace)
     names = [name.strip() for name in args.workloads.split(",")]
     for name in names:
         if name == "W2":
@@ -67,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             rows[name] = [_measure(llm, name, repetition) for repetition in range(args.repetitions)]
     _print(args.shape, rows)
-    print(f"start {started:.2f} s: {llm.engine.loop.runner.timeline}")
+    print(f"first token {started:.2f} s after the process began: {timeline}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report(args, llm, rows), indent=1) + "\n")
+        args.json.write_text(json.dumps(report(args, llm, rows) | {"first_token": started}, indent=1) + "\n")
     return 0
 
 
@@ -90,12 +94,13 @@ def report(args: argparse.Namespace, llm: Any, rows: dict[str, Any]) -> dict[str
     from dataclasses import asdict
 
     import torch
+    import triton
 
     return {
         "command": "octavo bench gpu",
         "options": {name: str(value) for name, value in vars(args).items() if value is not None},
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
         "facts": asdict(llm.engine.facts),
         "start": llm.engine.loop.runner.timeline,
         "units": UNITS,
@@ -104,11 +109,30 @@ def report(args: argparse.Namespace, llm: Any, rows: dict[str, Any]) -> dict[str
     }
 
 
+def first_token(llm: Any) -> float:
+    """Seconds from the start of this process to the first token of its first request."""
+    from octavo.runner.startup import process_age
+
+    generate(llm, [(random_ids(random.Random(98), 100), 1, 0.0)])
+    return process_age()
+
+
 def warm_up(llm: Any) -> None:
     """Compile and capture what a first request would otherwise wait for."""
     rng = random.Random(99)
     for temperature in (0.0, 0.6):
-        generate(llm, [(_ids(rng, 100), 8, temperature) for _ in range(16)])
+        generate(llm, [(random_ids(rng, 100), 8, temperature) for _ in range(16)])
+
+
+def trace(llm: Any, path: Path) -> None:
+    """Host and device activity of 32 requests, in the format of Chrome's tracer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rng = random.Random(7)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        generate(llm, [(random_ids(rng, 256), 16, 0.6) for _ in range(32)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 def generate(llm: Any, requests: list[Request]) -> float:
@@ -130,26 +154,29 @@ def w1(repetition: int) -> list[Request]:
     rng = random.Random(0)
     requests: list[Request] = []
     for _ in range(repetition + 1):
-        prompts = [_ids(rng, rng.randint(100, 1024)) for _ in range(256)]
+        prompts = [random_ids(rng, rng.randint(100, 1024)) for _ in range(256)]
         outputs = [rng.randint(100, 1024) for _ in range(256)]
         requests = [(ids, out, 0.6) for ids, out in zip(prompts, outputs, strict=True)]
     return requests
 
 
 def requests_of(name: str, repetition: int) -> list[Request]:
-    """The requests of W1, W3, W4 or W5."""
+    """The requests of a workload that is not W2."""
     if name == "W1":
         return w1(repetition)
     rng = random.Random(int(name[1:]) + 100 * repetition)
     if name == "W3":
-        return [(_ids(rng, 4032), 1, 0.0) for _ in range(32)]
+        return [(random_ids(rng, 4032), 1, 0.0) for _ in range(32)]
     if name == "W4":
-        shared = _ids(rng, 3072)
-        return [(shared + _ids(rng, 64), 128, 0.0) for _ in range(256)]
-    return [(_ids(rng, 32), 32, 0.0) for _ in range(2048)]
+        shared = random_ids(rng, 3072)
+        return [(shared + random_ids(rng, 64), 128, 0.0) for _ in range(256)]
+    if name == "W6":
+        return [(random_ids(rng, 100_000), 256, 0.0) for _ in range(2)]
+    return [(random_ids(rng, 32), 32, 0.0) for _ in range(2048)]
 
 
-def _ids(rng: random.Random, count: int) -> list[int]:
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    """Token ids uniform in 10..29,999."""
     return [rng.randrange(10, 30000) for _ in range(count)]
 
 
@@ -158,12 +185,12 @@ def _measure(llm: Any, name: str, repetition: int) -> float:
     seconds = generate(llm, requests)
     if name == "W3":
         return sum(len(ids) for ids, _, _ in requests) / seconds
-    return seconds if name == "W4" else sum(out for _, out, _ in requests) / seconds
+    return seconds if name in ("W4", "W6") else sum(out for _, out, _ in requests) / seconds
 
 
 def _w2(llm: Any, batch: int) -> float:
     rng = random.Random(1000 + batch)
-    prompts = [_ids(rng, 1024) for _ in range(batch)]
+    prompts = [random_ids(rng, 1024) for _ in range(batch)]
     generate(llm, [(ids, 1, 0.0) for ids in prompts])
     return 1000 * generate(llm, [(ids, 129, 0.0) for ids in prompts]) / 129
 

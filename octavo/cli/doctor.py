@@ -1,7 +1,7 @@
 """`octavo doctor`: what this machine has, what Octavo uses of it, and why each faster back end is not used.
 
-Reads files and asks installed packages; changes nothing and starts nothing. What cannot be found out is None
-(shown as "unknown"), never an error: this command must work on the machine where nothing else does.
+Reads files and asks installed packages; changes nothing and, without `--memory`, starts nothing. What cannot be found
+out is None (shown as "unknown"), never an error: this command must work on the machine where nothing else does.
 Sizes are bytes in the report and in `--json`, GiB or MiB on the screen.
 """
 
@@ -89,10 +89,17 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `octavo doctor`."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON, sizes in bytes")
+    parser.add_argument("--memory", metavar="MODEL", help="load this model and say what holds the card's memory")
+    parser.add_argument("--load-format", default="auto", help="for --memory: auto, or dummy for random weights")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 0."""
+    if args.memory:
+        from octavo.cli.doctor_memory import report as memory_report
+
+        print(memory_report(args.memory, args.load_format, as_json=args.json))
+        return 0
     report = examine()
     print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else render(report))
     return 0

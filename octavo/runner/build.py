@@ -46,10 +46,23 @@ def pick_device(wish: str) -> torch.device:
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wish == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("No CUDA device can be used here.", "Run `octavo doctor` to see why, or take --device cpu.")
+        raise ConfigError(
+            f"No CUDA device can be used here: {why_no_cuda()}", "Mend that, or take --device cpu, which needs none."
+        )
     if wish not in ("cpu", "torch-cpu", "cuda"):
         raise ConfigError(f"device is {wish!r}.", "Give auto, cpu, torch-cpu or cuda.")
     return torch.device(wish.removeprefix("torch-"))
+
+
+def why_no_cuda() -> str:
+    """What keeps torch from CUDA, in the driver's or the loader's own words: an old driver, a missing library."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA (the Linux default of pip has it)."
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError, OSError) as error:
+        return str(error).splitlines()[0]
+    return "torch finds the driver, but no device (see CUDA_VISIBLE_DEVICES)."
 
 
 def to_tensor(array: Array, tag: str, dtype: torch.dtype, device: torch.device) -> Tensor:

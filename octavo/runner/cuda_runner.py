@@ -144,6 +144,7 @@ class CudaRunner:
         self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
         self._turn = 0
         self.timeline: dict[str, float] = {}  # seconds of each part of the start
+        self.memory: dict[str, int] = {}  # bytes by what the start has taken them for; see `octavo.runner.card`
         self.graphs = Graphs(device, not eager)
         self.set_pool(blocks)
         self.host = HostBlocks(swap_blocks, self.pool.data)

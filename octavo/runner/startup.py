@@ -24,6 +24,7 @@ from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
 from octavo.runner.build import PLAIN, online, products, quantised_weight, torch_dtype
+from octavo.runner.card import Books
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.kv_scales import KvScales
 from octavo.runner.memory import CardMemory, gib, graph_bytes, memory_share, weight_bytes
@@ -144,11 +145,13 @@ def build_cuda(
     timeline.mark("process and imports")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch_dtype(model.dtype)
     free, total = torch.cuda.mem_get_info(device)
+    books = Books(device)
     weights = sum(weight_bytes(needs, model.dtype, stored=checkpoint, quantization=quantization).values())
     memory = CardMemory(config, total, min(free, int(total * memory_share(config))), weights)
     timeline.mark("device")
     wish = memory.resolve(model, memory.budget - weights, f"{gib(weights)} of weights")  # refuse before loading
     params = load_params(needs, checkpoint, dtype, device, quantization)
+    books.parts["weights"] = sum(weight.nbytes for weight in params.values())
     decoder = Decoder(spec, params, fp8_kv=kv is not None)
     if kv is not None:
         kv.give(decoder)
@@ -159,7 +162,7 @@ def build_cuda(
         max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager,
     )  # fmt: skip
     runner.try_largest()
-    torch.cuda.synchronize(device)
+    books.note("kernels and libraries")
     timeline.mark("largest step")
     used = free - torch.cuda.mem_get_info(device)[0]
     graphs = 0 if config.model.enforce_eager else graph_bytes(spec, model.dtype, wish.max_num_seqs)
@@ -169,8 +172,8 @@ def build_cuda(
     timeline.mark("KV cache")
     if not config.model.enforce_eager:
         runner.capture()
-        torch.cuda.synchronize(device)
+        books.note("captured graphs")
     timeline.mark("graphs")
-    runner.timeline = timeline.parts
+    runner.timeline, runner.memory = timeline.parts, books.parts
     _log.info("%s", timeline.line())
     return runner, facts

@@ -164,10 +164,10 @@ def test_a_missing_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(json=True)) == 0
+    assert doctor.run(argparse.Namespace(json=True, memory=None)) == 0
     data = json.loads(capsys.readouterr().out)
     assert set(data) == {"system", "cpu", "memory", "torch", "backends", "kernels", "demo_model"}
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, memory=None)) == 0
     text = capsys.readouterr().out
     for backend in data["backends"] + data["kernels"]:
         assert f"{backend['name']}" in text and backend["reason"] in text
@@ -201,3 +201,21 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path: Path) -> None:
     (group / "memory.current").write_text(f"{5 << 30}\n")
     (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 << 30}\nactive_file 5\n")
     assert facts.free_memory(root) == 3 << 30
+
+
+def test_memory_split_is_added_up_and_compared() -> None:
+    from octavo.cli.doctor_memory import text
+
+    parts = {"weights": 3 << 30, "KV cache": 5 << 30}
+    lines = text(parts, 8 << 30).splitlines()
+    assert "KV cache" in lines[0] and "8.00 GiB  in all" in lines[2] and "+0.00 %" in lines[3]
+    assert "unknown" in text(parts, None)
+
+
+@pytest.mark.gpu
+def test_memory_split_is_what_the_driver_counts(tmp_path: Path) -> None:
+    from octavo.bench.shapes import write_shape
+    from octavo.cli.doctor_memory import report
+
+    found = json.loads(report(str(write_shape("tiny", tmp_path)), "dummy", as_json=True))
+    assert abs(found["sum"] - found["driver"]) < 0.03 * found["driver"]

@@ -116,6 +116,32 @@ def _decode(
             )
     else:
         q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
+    m, total, acc = _over_keys(
+        q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION
+    )  # fmt: skip
+    seen = total > 0.0  # an item behind the window sees nothing
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    if (parts == 1) & (PREFIX == 0):
+        out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
+        tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
+    else:
+        at = (place + part) * H + heads
+        tl.store(PART + at[:, None] * D + d[None, :], acc, mask=wanted)
+        tl.store(LSE + at, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), -float("inf")), mask=g < G)
+        tl.debug_barrier()  # all of this program's results are out before it counts itself
+        if tl.atomic_add(FINISHED + lane * K + head, 1, sem="acq_rel") == parts - 1:
+            tl.store(FINISHED + lane * K + head, 0)
+            _join(PART, LSE, OUT + lane * H * D, place, parts, first + lane, R, head, H, G, GJ, D, BD, PREFIX, JOIN)
+
+
+@triton.jit
+def _over_keys(
+    q, KEYS, VALUES, table, lo, hi, head, scale,
+    K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over keys lo..hi - 1: maximum, sum, and the sum of weighted values."""
+    d = tl.arange(0, BD)
     m = tl.full([GP], _NEG, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, BD], tl.float32)
@@ -135,19 +161,7 @@ def _decode(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = top
-    seen = total > 0.0  # an item behind the window sees nothing
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
-    if (parts == 1) & (PREFIX == 0):
-        out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
-        tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
-    else:
-        at = (place + part) * H + heads
-        tl.store(PART + at[:, None] * D + d[None, :], acc, mask=wanted)
-        tl.store(LSE + at, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), -float("inf")), mask=g < G)
-        tl.debug_barrier()  # all of this program's results are out before it counts itself
-        if tl.atomic_add(FINISHED + lane * K + head, 1, sem="acq_rel") == parts - 1:
-            tl.store(FINISHED + lane * K + head, 0)
-            _join(PART, LSE, OUT + lane * H * D, place, parts, first + lane, R, head, H, G, GJ, D, BD, PREFIX, JOIN)
+    return m, total, acc
 
 
 @triton.jit

@@ -119,6 +119,30 @@ def _over_step(
 
 
 @triton.jit
+def _over_own(
+    q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t0, t, tokens, scale,
+    TILE: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All keys of the row's own tokens that a tile of TILE tokens from `t0` on sees."""
+    free = (t0 + 1) // BN * BN
+    stop = tl.minimum(t0 + TILE, tokens)
+    whole = tl.maximum(tl.minimum(stop, tokens // BN * BN), free)
+    m, total, acc = _over_step(
+        q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t, 0, free, scale, BN, SOFTCAP, False,
+        False, PRECISION,
+    )  # fmt: skip
+    m, total, acc = _over_step(
+        q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t, free, whole, scale, BN, SOFTCAP, True,
+        False, PRECISION,
+    )  # fmt: skip
+    m, total, acc = _over_step(
+        q, m, total, acc, KEYS, VALUES, first, key_column, value_column, t, whole, stop, scale, BN, SOFTCAP, True,
+        True, PRECISION,
+    )  # fmt: skip
+    return m, total, acc
+
+
+@triton.jit
 def _prefill(
     Q, KEYS, VALUES, OWN_KEYS, OWN_VALUES, OUT, TABLES, META, ROWS, TILES, R, M, tiles_cap, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
@@ -165,20 +189,9 @@ def _prefill(
         K, D, BD, S, BN, SOFTCAP, WINDOW, True, PRECISION,
     )  # fmt: skip
     if OWN:
-        free = (t0 + 1) // BN * BN
-        own_stop = tl.minimum(t0 + BM // GP, tokens)
-        whole = tl.maximum(tl.minimum(own_stop, tokens // BN * BN), free)
-        m, total, acc = _over_step(
-            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, 0, free, scale,
-            BN, SOFTCAP, False, False, PRECISION,
-        )  # fmt: skip
-        m, total, acc = _over_step(
-            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, free, whole, scale,
-            BN, SOFTCAP, True, False, PRECISION,
-        )  # fmt: skip
-        m, total, acc = _over_step(
-            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t, whole, own_stop,
-            scale, BN, SOFTCAP, True, True, PRECISION,
+        m, total, acc = _over_own(
+            q, m, total, acc, OWN_KEYS, OWN_VALUES, first, (H + head) * D, (H + K + head) * D, t0, t, tokens, scale,
+            BM // GP, BN, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(OUT + ((token * H + heads) * D)[:, None] + d[None, :], acc.to(OUT.dtype.element_ty), mask=ok)
