@@ -92,15 +92,15 @@ def build(args: argparse.Namespace) -> Any:
 def report(args: argparse.Namespace, llm: Any, rows: dict[str, Any]) -> dict[str, Any]:
     """Everything that a reader of the numbers must know."""
     from dataclasses import asdict
+    from importlib.metadata import version
 
     import torch
-    import triton
 
     return {
         "command": "octavo bench gpu",
         "options": {name: str(value) for name, value in vars(args).items() if value is not None},
         "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "versions": {"torch": torch.__version__, "triton": version("triton"), "cuda": torch.version.cuda},
         "facts": asdict(llm.engine.facts),
         "start": llm.engine.loop.runner.timeline,
         "units": UNITS,
