@@ -58,6 +58,11 @@ def decode_sizes(rows: int) -> list[int]:
     return [size for size in sizes if size < rows] + [rows]
 
 
+def sample_sizes(rows: int) -> list[int]:
+    """Numbers of samples of mixed steps that have a graph: the head reads its weight once for any of them."""
+    return [1 << power for power in range(rows.bit_length()) if 1 << power < rows] + [rows]
+
+
 def token_sizes(tokens: int) -> list[int]:
     """Numbers of tokens of a mixed step that have a graph; larger steps keep the device busy by themselves."""
     sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048]
@@ -127,6 +132,7 @@ class CudaRunner:
         self.rows = CudaRows(rows + 1, columns, device)
         self.max_rows, self.max_tokens = rows, max_tokens
         self._decode_sizes = decode_sizes(min(rows, max_tokens))
+        self._sample_sizes = sample_sizes(min(rows, max_tokens))
         self._token_sizes = token_sizes(max_tokens)
         on_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
@@ -177,8 +183,9 @@ class CudaRunner:
         for size in (1, 64):  # compile what steps with a shared prefix will need
             if size <= self._decode_sizes[-1]:
                 self.run_body(Sizes(size, size, self._cut(size).items + size, 0, True))
-        for size in reversed(self._decode_sizes):
+        for size in reversed(self._sample_sizes):
             self._run_sample_graph(size, False)
+        for size in reversed(self._decode_sizes):
             self._run_decode_graph(size, False, False)
         for size in reversed(self._token_sizes):
             self._run_mixed_graph(size, False)
@@ -252,7 +259,8 @@ class CudaRunner:
             ticket.result = self._rare_sample(view, samples)
         elif samples:
             filters = self.rows.any_filters(view.device_rows[(view.flags & SAMPLE) != 0])
-            self._run_sample_graph(self.decode_size(samples), filters)
+            size = next(size for size in self._sample_sizes if size >= samples)
+            self._run_sample_graph(size, filters)
 
     def _send(self, words: NDArray[np.int32], prefix: int, buffer: _HostBuffer) -> None:
         """The runner's words, then the plan's but for EXTRAS, which no kernel reads, in one copy."""
