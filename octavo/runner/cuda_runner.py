@@ -63,6 +63,12 @@ def sample_sizes(rows: int) -> list[int]:
     return [1 << power for power in range(rows.bit_length()) if 1 << power < rows] + [rows]
 
 
+def prefix_sizes(rows: int) -> list[int]:
+    """Numbers of decode rows of steps with a shared prefix that have a graph: captured while serving, so fewer."""
+    sizes = sorted(size for power in range(3, 12) for size in (1 << power, 3 << power - 1))
+    return [size for size in sizes if size < rows] + [rows]
+
+
 def token_sizes(tokens: int) -> list[int]:
     """Numbers of tokens of a mixed step that have a graph; larger steps keep the device busy by themselves."""
     sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048]
@@ -127,11 +133,12 @@ class CudaRunner:
         self._windows = [layer.window for layer in decoder.spec.layers]
         self._shape = self._backends[self._windows[0]].shape
         self.decoder, self.block_size, self.device = decoder, block_size, device
-        self.swap_blocks = 0
+        self.swap_blocks = swap_blocks
         columns = -(-max_len // block_size)
         self.rows = CudaRows(rows + 1, columns, device)
         self.max_rows, self.max_tokens = rows, max_tokens
         self._decode_sizes = decode_sizes(min(rows, max_tokens))
+        self._prefix_sizes = prefix_sizes(min(rows, max_tokens))
         self._sample_sizes = sample_sizes(min(rows, max_tokens))
         self._token_sizes = token_sizes(max_tokens)
         on_cuda = device.type == "cuda"
@@ -238,7 +245,8 @@ class CudaRunner:
             samples = int(np.count_nonzero(flags & SAMPLE))
         ticket = Ticket(buffer, samples)
         if rows and samples == view.decode_rows == rows and not rare:
-            self._run_decode_graph(self.decode_size(rows), prefix > 0, self.rows.any_filters(view.device_rows))
+            filters = self.rows.any_filters(view.device_rows)
+            self._run_decode_graph(self.decode_size(rows, prefix > 0), prefix > 0, filters)
         else:
             self._mixed_step(view, prefix, samples, rare, ticket)
         if samples:
@@ -313,7 +321,7 @@ class CudaRunner:
             )  # fmt: skip
             return
         if decodes == rows:  # with a rare row: the graphs of plain steps sample, too
-            size = self.decode_size(rows)
+            size = self.decode_size(rows, prefix > 0)
             self.graphs.run(("body", size, prefix > 0), lambda: self.run_body(self._decode_launch(size, prefix > 0)))
             return
         chunks = view.length[decodes:]
@@ -332,9 +340,9 @@ class CudaRunner:
         items = self._cut(decodes).items + decodes if decodes else 0
         return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0))
 
-    def decode_size(self, rows: int) -> int:
-        """The graph size that serves `rows` rows."""
-        return next(size for size in self._decode_sizes if size >= rows)
+    def decode_size(self, rows: int, prefix: bool = False) -> int:
+        """The graph size that serves `rows` rows, with a prefix that they share or without."""
+        return next(size for size in (self._prefix_sizes if prefix else self._decode_sizes) if size >= rows)
 
     def _decode_launch(self, size: int, prefix: bool) -> Sizes:
         return Sizes(size, size, self._cut(size).items + size, 0, prefix)

@@ -159,7 +159,7 @@ def build_cuda(
     timeline.mark("weights")
     runner = CudaRunner(
         decoder, blocks=1, block_size=wish.block_size, rows=wish.max_num_seqs, max_len=wish.max_model_len,
-        max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager,
+        max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager, swap_blocks=wish.swap_blocks,
     )  # fmt: skip
     runner.try_largest()
     books.note("kernels and libraries")

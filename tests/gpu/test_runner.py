@@ -34,7 +34,7 @@ def cuda_engine(
     engine = TinyEngine(tiny_decoder(), seqs=seqs, max_len=max_len, **options)
     runner = CudaRunner(
         decoder, blocks=engine.runner.pool.num_blocks, block_size=engine.runner.block_size, rows=seqs,
-        max_len=max_len, max_tokens=options.get("budget", 2048), eager=eager,
+        max_len=max_len, max_tokens=options.get("budget", 2048), eager=eager, swap_blocks=engine.runner.swap_blocks,
     )  # fmt: skip
     if not eager:
         runner.capture()
@@ -58,7 +58,13 @@ def expected() -> dict[tuple[int, int], list[int]]:
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"depth": 1}, {"depth": 2, "budget": 64}, {"blocks": 27, "block_size": 8, "budget": 64, "max_len": 216}],
+    [
+        {},
+        {"depth": 1},
+        {"depth": 2, "budget": 64},
+        {"blocks": 27, "block_size": 8, "budget": 64, "max_len": 216},
+        {"blocks": 27, "block_size": 8, "budget": 64, "max_len": 216, "depth": 1, "swap_blocks": 100},
+    ],
 )
 def test_every_feature_gives_the_ids_of_the_cpu(expected, eager: bool, options: dict[str, int]) -> None:
     engine = cuda_engine(on_device(torch.float32), eager=eager, **options)

@@ -19,7 +19,7 @@ def on_kernels(engine: TinyEngine, budget: int, seqs: int, max_len: int) -> Tiny
     decoder.backends = {0: TritonAttention(decoder.backend._shape, torch.float32)}  # type: ignore[attr-defined]
     runner = CudaRunner(
         decoder, blocks=engine.runner.pool.num_blocks, block_size=engine.runner.block_size, rows=seqs,
-        max_len=max_len, max_tokens=budget, eager=True,
+        max_len=max_len, max_tokens=budget, eager=True, swap_blocks=engine.runner.swap_blocks,
     )  # fmt: skip
     engine.loop = EngineLoop(engine.scheduler, runner, engine.loop.depth)
     return engine
@@ -60,3 +60,20 @@ def test_same_tokens_as_the_torch_runner() -> None:
     for position, entry in engines[0].prompts[5].items():
         other = engines[1].prompts[5][position]
         assert abs(other.chosen - entry.chosen) < 1e-4 and other.rank == entry.rank
+
+
+def test_sequences_that_gave_way_come_back_from_the_host() -> None:
+    size = {"budget": 16, "seqs": 2, "max_len": 24}
+    engines = []
+    for exchanged in (False, True):
+        blocks = 5 if exchanged else 60
+        engine = TinyEngine(tiny_decoder(torch.float32), blocks=blocks, block_size=8, depth=1, swap_blocks=9, **size)
+        if exchanged:
+            engine = on_kernels(engine, **size)
+        for i in range(2):
+            params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+            engine.submit(i, [3 + i, 7, 9 + 2 * i] * 4, params)
+        engine.run()
+        engines.append(engine)
+    assert engines[1].scheduler.stats.swapped_in_tokens > 0
+    assert engines[1].tokens == engines[0].tokens
