@@ -296,17 +296,24 @@ class LLM:
 
     def _run(self, requests: list[EngineRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Feed the engine a step's worth of prompts a turn, so that it computes while the others are made ready."""
-        waiting = deque(requests)
+        loop, waiting = self._engine.loop, deque(enumerate(requests))
         left = {request.id for request in requests}
-        mixed = len({request.priority for request in requests}) > 1  # then the engine must see all to choose
+        # What depends on who waits, or for how long, must see all prompts at once.
+        capped = loop.caps.requests is not None or loop.caps.tokens is not None
+        timed = any(request.timeout for request in requests)
+        at_once = capped or timed or len({request.priority for request in requests}) > 1
         bar = tqdm(total=len(left), desc="Generating", unit="req", disable=None if use_tqdm else True)
         with bar:
             while left:
                 room = self._engine.facts.max_num_batched_tokens
-                while waiting and (mixed or room > 0):
-                    request = waiting.popleft()
+                while waiting and (at_once or room > 0):
+                    i, request = waiting.popleft()
                     room -= len(request.prompt) // 4
-                    self._engine.loop.submit(with_keys(request, self._engine.limits))
+                    try:
+                        loop.submit(with_keys(request, self._engine.limits))
+                    except RequestError as error:
+                        where = f"Prompt {i}: " if len(requests) > 1 else ""
+                        raise type(error)(where + error.cause, error.fix, error.param) from None
                 touched = self.turn()
                 ended = [n for n in touched if n in left and self._texts[n].finished]
                 left.difference_update(ended)
