@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineConfig, Facts, ModelFacts
+from octavo.errors import ConfigError
 from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
@@ -128,6 +129,17 @@ def dummy_params(
     return params
 
 
+def try_largest(runner: CudaRunner) -> None:
+    """The first kernels of a start. Raises ConfigError where Triton cannot make them."""
+    try:
+        runner.try_largest()
+    except RuntimeError as error:
+        if "C compiler" not in str(error):
+            raise
+        fix = "Install one (apt install gcc libc6-dev), or take --device cpu."
+        raise ConfigError("Triton needs a C compiler to launch kernels, and finds none.", fix) from error
+
+
 def build_cuda(
     config: EngineConfig,
     spec: ModelSpec,
@@ -161,7 +173,7 @@ def build_cuda(
         decoder, blocks=1, block_size=wish.block_size, rows=wish.max_num_seqs, max_len=wish.max_model_len,
         max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager, swap_blocks=wish.swap_blocks,
     )  # fmt: skip
-    runner.try_largest()
+    try_largest(runner)
     books.note("kernels and libraries")
     timeline.mark("largest step")
     used = free - torch.cuda.mem_get_info(device)[0]
