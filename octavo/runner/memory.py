@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 GRAPH_MARGIN = 768 << 20
 """bytes of all graphs themselves and of the captured mixed steps"""
-STEP_BASE = 256 << 20
+STEP_BASE = 400 << 20
 """bytes of libraries' workspaces, loaded kernels, the attention's partial results and buffers of the runner"""
 
 LAYER_PRODUCTS = ("qkv", "o", "gate_up", "down")

@@ -64,3 +64,15 @@ def test_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     opened = open_model(config)
     bytes_of_all = sum(weight_bytes(opened.needs, "bfloat16").values())
     assert bytes_of_all == 2 * opened.spec.parameters
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-0.6b"])
+def test_blocks_as_an_engine_on_an_h200_had(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recorded runs: weights and KV cache by the same code, steps by estimate here and measured there."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    recorded = json.loads((results / f"h200-{name}.json").read_text())
+    length = recorded["options"]["max_model_len"]
+    found = plan(capsys, str(write_shape(name, tmp_path)), "--gpu", "h200", "--max-model-len", length)
+    facts = recorded["facts"]
+    assert found["kv_bytes_per_block"] == facts["kv_bytes_per_block"]
+    assert found["blocks"] == pytest.approx(facts["blocks"], rel=0.005)

@@ -6,26 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.cli.main import main
 from octavo.engine.llm import LLM
 from octavo.types import SamplingParams
-from tests.quantization.writers import awq, write_pair
+from tests.quantization.writers import byte_model
 
 TEXT = "The river rises in the hills north of the town and runs for forty miles, past meadows, to the sea. " * 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
-    path = write_pair(tmp_path_factory.mktemp("model"), awq(32), {"quant_method": "awq"}, changes, skip=("proj",))[1]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text("{}")
+    path = byte_model(tmp_path_factory.mktemp("model"))
     (path / "text.txt").write_text(TEXT)
     return path
 

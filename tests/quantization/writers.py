@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -237,3 +238,16 @@ def write_pair(
         (path / "config.json").write_text(json.dumps(config | extra))
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, path / "model.safetensors")
     return made
+
+
+def byte_model(folder: Path) -> Path:
+    """A tiny plain model whose tokens are bytes, with its tokenizer."""
+    changes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    path = write_pair(folder, awq(32), {"quant_method": "awq"}, changes, skip=("proj",))[1]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
