@@ -38,6 +38,6 @@ def ops_for(device: torch.device) -> Ops:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from octavo.kernels.gpu.ops import CudaOps, rms_norm
 
-        ops = CudaOps()
+        ops = CudaOps(device)
         return Ops("triton", rms_norm, reference.rotate, ops.linear, ops.gated_linear, ops.linear_add)
     return _TORCH

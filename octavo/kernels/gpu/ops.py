@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as product
 
-from octavo.kernels import cpu, reference
+from octavo.kernels import reference
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
 from octavo.kernels.gpu.linear import few, multiply
+from octavo.kernels.gpu.quantized_ops import QuantizedOps
 from octavo.kernels.quant import QuantWeight
 
 
@@ -29,14 +30,15 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 
 class CudaOps:
-    """Products; see `octavo.kernels.ops.Ops`. Those of few tokens are not the vendor's."""
+    """Products of one device; see `octavo.kernels.ops.Ops`. Those of few tokens are not the vendor's."""
 
-    def linear(
-        self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None
-    ) -> LinearFn:
+    def __init__(self, device: torch.device) -> None:
+        self._quantized = QuantizedOps(device)
+
+    def linear(self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
         """y = norm(x) W^T + b."""
         if isinstance(weight_OI, QuantWeight):
-            return cpu.linear(weight_OI, bias_O, norm)
+            return self._quantized.linear(weight_OI, bias_O, norm)
         if norm is None:
             return lambda x_TI: product(x_TI, weight_OI, bias_O)
 
@@ -52,7 +54,7 @@ class CudaOps:
     ) -> LinearFn:
         """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
         if isinstance(weight_OI, QuantWeight):
-            return cpu.gated_linear(weight_OI, bias_O, norm)
+            return self._quantized.gated_linear(weight_OI, bias_O, norm)
 
         def apply(x_TI: Tensor) -> Tensor:
             if few(x_TI, weight_OI):
@@ -65,7 +67,7 @@ class CudaOps:
     def linear_add(self, weight_OI: Tensor | QuantWeight, bias_O: Tensor | None) -> AddFn:
         """residual + x W^T + b, written over the residual."""
         if isinstance(weight_OI, QuantWeight):
-            return cpu.linear_add(weight_OI, bias_O)
+            return self._quantized.linear_add(weight_OI, bias_O)
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
             if few(x_TI, weight_OI):

@@ -1,0 +1,187 @@
+"""Times of the products with quantised weights on one CUDA device, for the products of a layer of an 8B model.
+
+    python benchmarks/gpu/quantized.py OUT.json [few,many] [--tune] [--compile I/N]
+
+Each figure is the median of seven replays of a captured graph that goes through several copies of the weight, in all
+larger than the cache; tokens and weights are random. `few`: the streaming kernels beside the library in bfloat16.
+`many`: widening and FP8 products. `--tune` tries launches and prints the best; with `--compile I/N` every N-th is
+only compiled, for a later run to find in Triton's cache. Limit: 4.3 TB/s of memory, measured on an H200.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch.nn.functional import linear
+
+from octavo.kernels.gpu import norm
+from octavo.kernels.gpu.fp8 import multiply, quantize_tokens
+from octavo.kernels.gpu.quantized import Packed, Parts, launch_for, pack, quantized_linear, widen
+from octavo.kernels.gpu.quantized_tuned import Launch
+from octavo.kernels.quant import QuantWeight
+
+DEVICE = torch.device("cuda")
+LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+KINDS = {"int4": 128, "int8": 0, "fp8": 0}
+OUT: dict[str, dict[str, float | str]] = {}
+PART, PARTS = (
+    (int(n) for n in sys.argv[sys.argv.index("--compile") + 1].split("/")) if "--compile" in sys.argv else (0, 0)
+)
+SEEN = [0]
+SHARED = Parts(DEVICE)
+
+
+def timed(function: Callable[[int], object], copies: int) -> float:
+    """Seconds of one call; `function` takes the number of the copy."""
+    if PARTS:
+        SEEN[0] += 1
+        if SEEN[0] % PARTS == PART:
+            function(0)
+        return 1.0
+    function(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            function(i)
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / copies / 1e3)
+    return sorted(times)[3]
+
+
+def report(name: str, seconds: float, nbytes: float, note: str = "") -> None:
+    OUT[name] = {"us": seconds * 1e6, "TB/s": nbytes / seconds / 1e12, "note": note}
+    if not PARTS:
+        print(f"{name:32} {seconds * 1e6:8.1f} us {nbytes / seconds / 1e12:5.2f} TB/s {note}", flush=True)
+
+
+def weight(kind: str, outputs: int, inputs: int) -> QuantWeight:
+    """Random codes; int4 in groups of 128 with zeros, the others with one scale a row."""
+    columns = KINDS[kind] or inputs
+    shape = (outputs, inputs // columns)
+    scales = (torch.rand(shape, device=DEVICE) + 0.5) / 500
+    if kind == "fp8":
+        codes = torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return QuantWeight("fp8", (outputs, inputs), codes, scales, columns)
+    if kind == "int8":
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device=DEVICE)
+        return QuantWeight("int8", (outputs, inputs), codes, scales.bfloat16(), columns)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device=DEVICE)
+    return QuantWeight("int4", (outputs, inputs), codes, scales.half(), columns, 1, zeros)
+
+
+def nbytes(packed: Packed) -> int:
+    held = (packed.words, packed.scales, packed.zeros)
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+def launches(kind: str, tokens: int, tune: bool, packed: Packed, gated: bool) -> list[Launch]:
+    if not tune or tokens not in (1, 64):
+        return [launch_for(packed, tokens, gated)]
+    if tokens == 1:
+        tiles = ((64, 4), (128, 4)) if not gated else ((64, 4), (32, 4))
+        stages, waves = ((2, 3, 4), (1.0, 2.0, 3.0, 4.0, 6.0)) if kind == "int4" else ((3, 4), (2.0, 4.0))
+    else:
+        tiles = ((64, 4), (128, 4), (128, 8)) if not gated else ((64, 4), (64, 8))
+        stages, waves = (2, 3) if kind == "int4" else (3,), (1.0, 2.0)
+    return [Launch(o, max(16, tokens), w, s, v) for (o, w), s, v in product(tiles, stages, waves)]
+
+
+def few(tune: bool) -> None:
+    for name, (outputs, inputs) in LAYER.items():
+        for m in (1, 16, 32, 64, 128):
+            x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
+            y = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
+            plain(name, x, y)
+            for kind in KINDS:
+                if kind != "fp8" or m <= 64:
+                    streamed(name, kind, x, y, tune)
+
+
+def plain(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    """The library's product and what follows it."""
+    outputs, inputs = LAYER[name]
+    copies = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)]
+
+    def run(i: int) -> None:
+        if name == "gate_up":
+            norm.silu_and_mul(linear(x, copies[i]))
+        else:
+            y.addmm_(x, copies[i].t())
+
+    report(f"{name} {len(x)} bfloat16", timed(run, len(copies)), 2 * outputs * inputs)
+
+
+def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool) -> None:
+    """The best launch of the kernel here."""
+    gated = name == "gate_up"
+    one = pack(weight(kind, *LAYER[name]))
+    count = 0 if PARTS else max(1, int(120e6 // nbytes(one)))
+    copies = [one] + [pack(weight(kind, *LAYER[name])) for _ in range(count)]
+    found: list[tuple[float, str]] = []
+    for launch in launches(kind, len(x), tune, one, gated):
+
+        def run(i: int, launch: Launch = launch) -> None:
+            quantized_linear(x, copies[i], None, None if gated else y, gated, SHARED, launch)
+
+        try:
+            seconds = timed(run, len(copies))
+        except Exception as error:  # a configuration that does not fit the device
+            print(f"  {launch}: {str(error)[:80]}")
+            continue
+        shown = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages},{launch.waves}"
+        OUT[f"{name} {len(x)} {kind} {shown}"] = {"us": seconds * 1e6}
+        found.append((seconds, shown))
+    report(f"{name} {len(x)} {kind}", min(found)[0], nbytes(one), " ".join(shown for _, shown in sorted(found)[:3]))
+
+
+def many() -> None:
+    for name, (outputs, inputs) in LAYER.items():
+        wide = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+        for kind in KINDS:
+            widened(name, [pack(weight(kind, outputs, inputs)) for _ in range(3)])
+        packed = [pack(weight("fp8", outputs, inputs)) for _ in range(3)]
+        for m in (64, 256, 2048, 8192):
+            in_fp8(name, torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE), wide, packed)
+
+
+def widened(name: str, copies: list[Packed]) -> None:
+    size = nbytes(copies[0]) + 2 * copies[0].shape[0] * copies[0].shape[1]
+    report(f"{name} widen {copies[0].kind}", timed(lambda i: widen(copies[i], torch.bfloat16), 3), size)
+
+
+def in_fp8(name: str, x: torch.Tensor, wide: list[torch.Tensor], packed: list[Packed]) -> None:
+    """Products of many tokens in bfloat16 and FP8, and what makes the tokens FP8."""
+    flops, m = 2 * len(x) * wide[0].numel(), len(x)
+    codes, scales = quantize_tokens(x, packed[0])
+    plain_seconds = timed(lambda i: linear(x, wide[i]), 2)
+    seconds = timed(lambda i: multiply(codes, scales, packed[i], None, torch.bfloat16), 3)
+    report(f"{name} {m} bfloat16 product", plain_seconds, 0, f"{flops / plain_seconds / 1e12:.0f} TFLOP/s")
+    report(f"{name} {m} fp8 product", seconds, 0, f"{flops / seconds / 1e12:.0f} TFLOP/s")
+    report(f"{name} {m} fp8 tokens", timed(lambda i: quantize_tokens(x, packed[i]), 3), 3 * x.numel())
+
+
+def main() -> None:
+    """Measure and print."""
+    what = sys.argv[2].split(",") if len(sys.argv) > 2 and not sys.argv[2].startswith("--") else ["few", "many"]
+    if "few" in what:
+        few("--tune" in sys.argv)
+    if "many" in what:
+        many()
+    with open(sys.argv[1], "w") as file:
+        json.dump(OUT, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

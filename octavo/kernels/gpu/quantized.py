@@ -1,0 +1,443 @@
+"""Products of few tokens with 4- and 8-bit weights, which are streamed once and widened in registers.
+
+The weight is the left operand of the tensor cores' product, straight from registers, and the tokens are the right
+one, so that one token costs little more than the memory traffic. A 4-bit code becomes a 16-bit float without any
+conversion: put into the low bits of a float's significand it adds to that float (128 + code in bfloat16, 1024 + code
+in float16), from which that and the zero are subtracted; an 8-bit one goes through float32 in the same way. Scales
+are applied to the sums of their group. As in `octavo.kernels.gpu.linear`, the inputs of an output can be shared out
+over SPLIT programs, of which the last to finish adds the parts in their order.
+
+Shape letters: T tokens, I inputs, O outputs, B blocks of inputs, W words of a block, G groups of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.gpu.launch import early, in_turn
+from octavo.kernels.gpu.quantized_tuned import TUNED, Launch
+from octavo.kernels.quant import IMPLIED_ZERO, Kind, QuantWeight, unpack_int4
+
+_PART_FLOATS = 8 << 20
+_COUNTERS = 4096
+_CHUNK = 2048  # rows that are repacked at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A `QuantWeight` as the kernels read it: codes in words of 32 bits, in blocks of `block` inputs.
+
+    Column block * b + W s + j of a row is field s (of 4 or 8 bits, the lowest first) of word j of block b, W being
+    the words of a block. int4: words_BOW, so that a tile of outputs is contiguous in each block. int8 and fp8: words
+    [O, B * W], a row after the other, with 4 W = 128; int8 has 128 added. Scales and zeros are [B, O, G] with one for
+    each of the `groups` of a block ([B, O / rows, 1] for FP8 blocks), or [O], then `groups` is 0.
+    """
+
+    kind: Kind
+    shape: tuple[int, int]
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    block: int
+    groups: int
+    rows: int
+    order_I: Tensor | None
+    input_scale: Tensor | None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of inputs; the last may be ragged."""
+        return -(-self.shape[1] // self.block)
+
+
+def can_pack(weight: QuantWeight) -> bool:
+    """Whether the kernels here read it: groups of 32, 64 or 128 columns, or one a row; FP8 also in 128 x 128."""
+    whole = weight.columns >= weight.shape[1]
+    if weight.kind == "fp8":
+        return (whole and weight.rows == 1) or (weight.rows, weight.columns) == (128, 128)
+    return weight.rows == 1 and (whole or weight.columns in (32, 64, 128))
+
+
+def pack(weight: QuantWeight) -> Packed:
+    """Repack once, when the model is built."""
+    inputs = weight.shape[1]
+    whole = weight.columns >= inputs and weight.rows == 1
+    wide = weight.kind == "int4" and inputs % 256 == 0 and (whole or weight.columns == 128)
+    block = 256 if wide else 128
+    groups = 0 if whole else block // weight.columns
+    zeros = None if weight.zeros_RG is None else _by_block(weight.zeros_RG, groups)
+    words = _nibbles(weight.codes, inputs, block) if weight.kind == "int4" else _bytes(weight)
+    scales = _by_block(weight.scales_RG, groups)
+    return Packed(
+        weight.kind, weight.shape, words, scales, zeros, block, groups, weight.rows, weight.order_I,
+        weight.input_scale,
+    )  # fmt: skip
+
+
+def _nibbles(codes: Tensor, inputs: int, block: int) -> Tensor:
+    outputs, blocks = codes.shape[0], -(-inputs // block)
+    words_BOW = torch.empty((blocks, outputs, block // 8), dtype=torch.int32, device=codes.device)
+    for at in range(0, outputs, _CHUNK):
+        fields = unpack_int4(codes[at : at + _CHUNK]).to(torch.int32)
+        fields = torch.nn.functional.pad(fields, (0, blocks * block - inputs)).view(-1, blocks, 8, block // 8)
+        words = fields[:, :, 0].clone()
+        for s in range(1, 8):
+            words |= fields[:, :, s] << 4 * s
+        words_BOW[:, at : at + _CHUNK] = words.transpose(0, 1)
+    return words_BOW
+
+
+def _bytes(weight: QuantWeight) -> Tensor:
+    outputs, inputs = weight.shape
+    blocks = -(-inputs // 128)
+    words_OI = torch.empty((outputs, blocks * 32), dtype=torch.int32, device=weight.device)
+    for at in range(0, outputs, _CHUNK):
+        fields = weight.codes[at : at + _CHUNK].view(torch.uint8)
+        if weight.kind == "int8":
+            fields = fields ^ 128
+        fields = torch.nn.functional.pad(fields, (0, blocks * 128 - inputs)).view(-1, blocks, 4, 32)
+        words_OI[at : at + _CHUNK] = fields.transpose(2, 3).reshape(len(fields), -1).view(torch.int32)
+    return words_OI
+
+
+def _by_block(values_RG: Tensor, groups: int) -> Tensor:
+    if not groups:
+        return values_RG.reshape(-1).contiguous()
+    rows, count = values_RG.shape
+    padded = torch.nn.functional.pad(values_RG, (0, -count % groups))
+    return padded.view(rows, -1, groups).transpose(0, 1).contiguous()
+
+
+@triton.constexpr_function
+def _nibble_code(s: int, half: bool) -> str:
+    """PTX for two codes of slice s from words $1 and $2, less their zeros $3."""
+    bits = "f16x2" if half else "bf16x2"
+    halves = "0x5410" if s < 4 else "0x7632"
+    shift = f"shr.u32 t, t, {4 * (s % 4)};" if s % 4 else ""
+    unit = "0x64006400" if half else "0x43004300"
+    return (
+        "{ .reg .b32 t; prmt.b32 t, $1, $2, " + halves + "; " + shift
+        + " lop3.b32 t, t, 0x000F000F, " + unit + ", 0xEA; sub.rn." + bits + " $0, t, $3; }"
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _byte_code(s: int, half: bool) -> str:
+    """PTX for bytes s of words $1 and $2, less $3 and $4: their zeros, to which 2^23 + 128 has been added."""
+    kind = "f16x2" if half else "bf16x2"
+    return (
+        "{ .reg .b32 a, b; prmt.b32 a, $1, 0x4B000000, 0x765" + str(s) + "; sub.f32 a, a, $3; "
+        "prmt.b32 b, $2, 0x4B000000, 0x765" + str(s) + "; sub.f32 b, b, $4; cvt.rn." + kind + ".f32 $0, b, a; }"
+    )
+
+
+@triton.constexpr_function
+def _float_code(s: int, half: bool) -> str:
+    """PTX for e4m3 bytes s of words $1 and $2: their bits are those of a bfloat16 that is 2^120 times too small."""
+    if half:
+        pick = "prmt.b32 t, $1, $2, 0x00" + str(4 + s) + str(s)
+        return "{ .reg .b32 t; .reg .b16 l, h; " + pick + "; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }"
+    return (
+        "{ .reg .b32 t, u, m; prmt.b32 t, $1, $2, 0x" + str(4 + s) + "0" + str(s) + "0; shr.u32 u, t, 4; "
+        "and.b32 u, u, 0x07F007F0; lop3.b32 t, t, 0x80008000, u, 0xEA; mov.b32 m, 0x7B807B80; "
+        "mul.rn.bf16x2 $0, t, m; }"
+    )
+
+
+@triton.jit
+def _widened(p, zero, S: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Fields S of the words p, less `zero` (float32 [:, 1]), in the dtype of the tokens."""
+    half: tl.constexpr = DTYPE == tl.float16
+    kind = tl.float16 if half else tl.bfloat16
+    if ASM and KIND == "int4":
+        z = tl.broadcast_to((zero + (1024.0 if half else 128.0)).to(DTYPE), p.shape)
+        w = tl.inline_asm_elementwise(_nibble_code(S, half), "=r,r,r,r", [p, z], kind, is_pure=True, pack=2)
+    elif ASM and KIND == "int8":
+        z = tl.broadcast_to(zero + 8388736.0, p.shape)
+        w = tl.inline_asm_elementwise(_byte_code(S, half), "=r,r,r,f,f", [p, z], kind, is_pure=True, pack=2)
+    elif ASM:
+        w = tl.inline_asm_elementwise(_float_code(S, half), "=r,r,r", [p], kind, is_pure=True, pack=2)
+    elif KIND == "int4":
+        w = (((p >> 4 * S) & 15).to(tl.float32) - zero).to(DTYPE)
+    elif KIND == "int8":
+        w = (((p >> 8 * S) & 255).to(tl.float32) - 128.0 - zero).to(DTYPE)
+    else:
+        bits = p >> 8 * S
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        w = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
+    return w
+
+
+@triton.jit
+def _tile(WORDS, u, n, rows, N, width, W: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """Words of rows `n` in block u. The matrix has `rows` rows of `width` words; those from N on are left out."""
+    if KIND == "int4":
+        at = (u * rows + n).to(tl.int64) * W
+    else:
+        at = n.to(tl.int64) * width + u * W
+    at = at[:, None] + tl.arange(0, W)[None, :]
+    if EVEN:
+        p = tl.load(WORDS + at, eviction_policy="evict_first")
+    else:
+        p = tl.load(WORDS + at, mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
+    return p
+
+
+@triton.jit
+def _facts(VALUES, u, n, rows, N, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """Scales or zeros [n, NG] of block u."""
+    at = (u * tl.cdiv(rows, ROWS) + n // ROWS)[:, None] * NG + tl.arange(0, NG)[None, :]
+    if EVEN:
+        x = tl.load(VALUES + at)
+    else:
+        x = tl.load(VALUES + at, mask=(n < N)[:, None], other=0)
+    return x
+
+
+@triton.jit
+def _column(x, AT: tl.constexpr, NG: tl.constexpr):
+    """Column AT of the NG columns, as float32 [:, 1]."""
+    if NG == 4:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
+        low, high = tl.split(even if AT % 2 == 0 else odd)
+        y = low if AT < 2 else high
+    elif NG == 2:
+        low, high = tl.split(x)
+        y = low if AT == 0 else high
+    else:
+        y = tl.reshape(x, [x.shape[0]])
+    return y.to(tl.float32)[:, None]
+
+
+@triton.jit
+def _sum_parts(
+    acc, up, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Leave parts; the program that comes last gets the sums of all parts, the others a count below SPLIT - 1."""
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    size: tl.constexpr = BN * MB * (2 if GATED else 1)
+    at = tl.arange(0, BN)[:, None] * MB + tl.arange(0, MB)[None, :]
+    ok = (m < T)[None, :] & (at >= 0)
+    place = PART + (tile * SPLIT + tl.program_id(1)) * size
+    tl.store(place + at, acc, mask=ok)
+    if GATED:
+        tl.store(place + BN * MB + at, up, mask=ok)
+    tl.debug_barrier()
+    before = tl.atomic_add(COUNT + tile, 1, sem="acq_rel")
+    if before == SPLIT - 1:
+        acc = acc * 0.0
+        up = up * 0.0
+        for s in tl.static_range(SPLIT):
+            place = PART + (tile * SPLIT + s) * size
+            acc += tl.load(place + at, mask=ok, other=0.0, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(place + BN * MB + at, mask=ok, other=0.0, cache_modifier=".cg")
+        tl.store(COUNT + tile, 0)
+    return acc, up, before
+
+
+@triton.jit
+def _finished(acc, up, BIAS, OUT, n, m, T, N, GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr):
+    """What follows the product: bias, gate, sum with what is there, store."""
+    if BIASED:
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(BIAS + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    ok = (m < T)[None, :] & (n < N)[:, None]
+    if ADD:
+        acc += tl.load(OUT + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _products(
+    X, WORDS, SCALES, ZEROS, BIAS, OUT, PART, COUNT, T, N, KI, width, blocks, per,
+    KIND: tl.constexpr, IMPLIED: tl.constexpr, MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NG: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, ZEROED: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = 8 if KIND == "int4" else 4
+    W: tl.constexpr = BK // SLICES
+    LONG: tl.constexpr = SLICES // NG if NG > 0 else SLICES  # slices of a group
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(2) * MB + tl.arange(0, MB)
+    j = tl.arange(0, W)
+    rows = N * 2 if GATED else N
+    lo = tl.program_id(1) * per
+    hi = tl.minimum(lo + per, blocks)
+    acc = tl.zeros([BN, MB], tl.float32)
+    up = tl.zeros([BN, MB], tl.float32)
+    zero = tl.full([BN, 1], IMPLIED, tl.float32)
+    up_zero = zero
+    if NG == 0:
+        if ZEROED:
+            zero = _column(_facts(ZEROS, 0, n, rows, N, 1, 1, EVEN), 0, 1)
+            up_zero = _column(_facts(ZEROS, 0, N + n, rows, 2 * N, 1, 1, EVEN), 0, 1) if GATED else zero
+        scales = zero
+        up_scales = zero
+        zeros = zero
+        up_zeros = zero
+    else:
+        scales = _facts(SCALES, lo, n, rows, N, NG, ROWS, EVEN)
+        up_scales = _facts(SCALES, lo, N + n, rows, 2 * N, NG, ROWS, EVEN) if GATED else scales
+        zeros = _facts(ZEROS, lo, n, rows, N, NG, 1, EVEN) if ZEROED else scales
+        up_zeros = _facts(ZEROS, lo, N + n, rows, 2 * N, NG, 1, EVEN) if ZEROED and GATED else zeros
+    in_turn(EARLY)
+    for u in range(lo, hi):
+        p = _tile(WORDS, u, n, rows, N, width, W, KIND, EVEN)
+        q = _tile(WORDS, u, N + n, rows, 2 * N, width, W, KIND, EVEN) if GATED else p
+        scales_now = scales
+        up_scales_now = up_scales
+        zeros_now = zeros
+        up_zeros_now = up_zeros
+        if NG > 0:  # those of the next block are on their way while this one is multiplied
+            v = tl.minimum(u + 1, hi - 1)
+            scales = _facts(SCALES, v, n, rows, N, NG, ROWS, EVEN)
+            up_scales = _facts(SCALES, v, N + n, rows, 2 * N, NG, ROWS, EVEN) if GATED else scales
+            zeros = _facts(ZEROS, v, n, rows, N, NG, 1, EVEN) if ZEROED else scales
+            up_zeros = _facts(ZEROS, v, N + n, rows, 2 * N, NG, 1, EVEN) if ZEROED and GATED else zeros
+        part = tl.zeros([BN, MB], tl.float32)
+        up_part = tl.zeros([BN, MB], tl.float32)
+        for s in tl.static_range(SLICES):
+            k = u * BK + s * W + j
+            x = tl.load(
+                X + m.to(tl.int64)[None, :] * KI + k[:, None], mask=(m < T)[None, :] & (EVEN or (k < KI)[:, None]),
+                other=0.0,
+            )  # fmt: skip
+            if NG == 0:
+                acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM), x, acc, input_precision=PRECISION)
+                if GATED:
+                    up = tl.dot(_widened(q, up_zero, s, KIND, DTYPE, ASM), x, up, input_precision=PRECISION)
+            else:
+                z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
+                part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM), x, part, input_precision=PRECISION)
+                if GATED:
+                    z = _column(up_zeros_now, s // LONG, NG) if ZEROED else zero
+                    up_part = tl.dot(_widened(q, z, s, KIND, DTYPE, ASM), x, up_part, input_precision=PRECISION)
+                if s % LONG == LONG - 1:
+                    acc += part * _column(scales_now, s // LONG, NG)
+                    part = tl.zeros([BN, MB], tl.float32)
+                    if GATED:
+                        up += up_part * _column(up_scales_now, s // LONG, NG)
+                        up_part = tl.zeros([BN, MB], tl.float32)
+    if NG == 0:
+        acc *= tl.load(SCALES + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(SCALES + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    last = SPLIT - 1
+    if SPLIT > 1:
+        acc, up, last = _sum_parts(acc, up, PART, COUNT, m, T, BN, MB, SPLIT, GATED)
+    if last == SPLIT - 1:
+        _finished(acc, up, BIAS, OUT, n, m, T, N, GATED, ADD, BIASED)
+
+
+class Parts:
+    """Parts and counters of the split products of one device; products run one after the other and share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.floats = torch.empty(_PART_FLOATS, dtype=torch.float32, device=device)
+        on_cuda = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
+
+
+def launch_for(packed: Packed, tokens: int, gated: bool) -> Launch:
+    """The tuned launch for so many tokens."""
+    table = TUNED[packed.kind]
+    size = next((size for size in table if tokens <= size), max(table))
+    launch = table[size]
+    return launch.halved() if gated else launch
+
+
+def split_for(launch: Launch, packed: Packed, tiles: int, floats: int, processors: int) -> tuple[int, int]:
+    """Programs that share a tile of outputs, and blocks of each."""
+    wanted = max(1, round(launch.waves * processors / tiles)) if launch.split == 0 else launch.split
+    wanted = min(wanted, packed.blocks, max(1, _PART_FLOATS // (tiles * floats)), 16)
+    if tiles > _COUNTERS:
+        wanted = 1
+    per = -(-packed.blocks // wanted)
+    return -(-packed.blocks // per), per
+
+
+def quantized_linear(
+    x_TI: Tensor,
+    packed: Packed,
+    bias_O: Tensor | None,
+    residual_TO: Tensor | None,
+    gated: bool,
+    parts: Parts,
+    launch: Launch | None = None,
+) -> Tensor:
+    """x W^T + b; added to `residual_TO` in place if there is one. x is bfloat16 or float16, contiguous.
+
+    `gated`: the rows of the weight are G, then U, and the result is silu(x G^T) * (x U^T).
+    """
+    tokens, inputs = x_TI.shape
+    outputs = packed.shape[0] // 2 if gated else packed.shape[0]
+    launch = launch or launch_for(packed, tokens, gated)
+    width = min(max(16, triton.next_power_of_2(tokens)), launch.tokens)
+    tiles_O, tiles_T = triton.cdiv(outputs, launch.outputs), triton.cdiv(tokens, width)
+    floats = launch.outputs * width * (2 if gated else 1)
+    split, per = split_for(launch, packed, tiles_O * tiles_T, floats, parts.processors)
+    out_TO = residual_TO
+    if out_TO is None:
+        out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
+    asm = not triton.knobs.runtime.interpret and x_TI.dtype != torch.float32
+    _products[(tiles_O, split, tiles_T)](
+        x_TI, packed.words, packed.scales, packed.words if packed.zeros is None else packed.zeros,
+        x_TI if bias_O is None else bias_O, out_TO, parts.floats, parts.counters, tokens, outputs, inputs,
+        packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
+        launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
+        outputs % launch.outputs == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
+        bias_O is not None, asm, "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI),
+        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=early(x_TI),
+    )  # fmt: skip
+    return out_TO
+
+
+@triton.jit
+def _widen(
+    WORDS, SCALES, ZEROS, OUT, rows, KI, width, KIND: tl.constexpr, IMPLIED: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, NG: tl.constexpr, ROWS: tl.constexpr, ZEROED: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    in_turn(EARLY)
+    SLICES: tl.constexpr = 8 if KIND == "int4" else 4
+    W: tl.constexpr = BK // SLICES
+    COLUMNS: tl.constexpr = NG if NG > 0 else 1
+    LONG: tl.constexpr = SLICES // COLUMNS
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    u = tl.program_id(1)
+    p = _tile(WORDS, u, n, rows, rows, width, W, KIND, False)
+    group = u if NG > 0 else 0
+    scales = _facts(SCALES, group, n, rows, rows, COLUMNS, ROWS, False)
+    zeros = _facts(ZEROS, group, n, rows, rows, COLUMNS, 1, False) if ZEROED else scales
+    for s in tl.static_range(SLICES):
+        z = _column(zeros, s // LONG, COLUMNS) if ZEROED else tl.full([BN, 1], IMPLIED, tl.float32)
+        w = _widened(p, z, s, KIND, OUT.dtype.element_ty, ASM).to(tl.float32) * _column(scales, s // LONG, COLUMNS)
+        k = u * BK + s * W + tl.arange(0, W)
+        at = n.to(tl.int64)[:, None] * KI + k[None, :]
+        tl.store(OUT + at, w.to(OUT.dtype.element_ty), mask=(n < rows)[:, None] & (k < KI)[None, :])
+
+
+def widen(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] in bfloat16 or float16, columns as they lie in its codes, for a product of many tokens."""
+    outputs, inputs = packed.shape
+    out_OI = torch.empty((outputs, inputs), dtype=dtype, device=packed.words.device)
+    _widen[(triton.cdiv(outputs, 64), packed.blocks)](
+        packed.words, packed.scales, packed.words if packed.zeros is None else packed.zeros, out_OI, outputs, inputs,
+        packed.words.shape[-1], packed.kind, float(IMPLIED_ZERO[packed.kind]), 64, packed.block, packed.groups,
+        packed.rows, packed.zeros is not None, not triton.knobs.runtime.interpret and dtype != torch.float32,
+        early(out_OI), num_warps=4, launch_pdl=early(out_OI),
+    )  # fmt: skip
+    return out_OI

@@ -1,0 +1,77 @@
+"""Products with quantised weights against the oracle, for every kind, grouping and epilogue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import quant, reference
+from octavo.kernels.gpu.quantized import Parts, can_pack, pack, quantized_linear, widen
+from octavo.kernels.gpu.quantized_tuned import Launch
+from octavo.kernels.quant import QuantWeight
+from tests.kernels_interpret.cases.common import error
+
+FORMS = [
+    ("int4", 128, True), ("int4", 128, False), ("int4", 64, True), ("int4", 32, True), ("int4", 0, False),
+    ("int4", 0, True), ("int8", 128, True), ("int8", 32, False), ("int8", 0, False), ("fp8", 0, False),
+    ("fp8", 128, False),
+]  # fmt: skip
+
+
+def random_weight(
+    kind: str, columns: int, zeroed: bool, outputs: int, inputs: int, device: str = "cpu"
+) -> QuantWeight:
+    """A weight of one form; `columns` 0 is one group a row, of FP8 128 is in 128 x 128 blocks."""
+    rows = 128 if kind == "fp8" and columns else 1
+    columns = columns or inputs
+    shape = (-(-outputs // rows), -(-inputs // columns))
+    scales = (torch.rand(shape, device=device) + 0.5) / 64
+    zeros: Tensor | None = None
+    if kind == "int4":
+        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+        zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device=device) if zeroed else None
+        scales = scales.to(torch.float16)
+    elif kind == "int8":
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device=device)
+        zeros = torch.randint(-128, 128, shape, dtype=torch.int8, device=device) if zeroed else None
+        scales = scales.to(torch.bfloat16)
+    else:
+        codes = (torch.randn(outputs, inputs, device=device) * 20).to(torch.float8_e4m3fn)
+    return QuantWeight(kind, (outputs, inputs), codes, scales, columns, rows, zeros)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
+@pytest.mark.parametrize(("outputs", "inputs", "split"), [(64, 256, 1), (80, 384, 2)])
+def test_product(kind: str, columns: int, zeroed: bool, outputs: int, inputs: int, split: int) -> None:
+    torch.manual_seed(1)
+    weight = random_weight(kind, columns, zeroed, outputs, inputs)
+    assert can_pack(weight)
+    packed, parts, launch = pack(weight), Parts(torch.device("cpu")), Launch(32, 16, 4, 1, split=split)
+    x, b, r = torch.randn(3, inputs), torch.randn(outputs), torch.randn(3, outputs)
+    plain = quant.linear(x, weight)
+    assert error(quantized_linear(x, packed, None, None, False, parts, launch), plain) < 1e-5
+    got = quantized_linear(x, packed, b, r.clone(), False, parts, launch)
+    assert error(got, plain + b + r) < 1e-5
+    got = quantized_linear(x, packed, b, None, True, parts, launch)
+    assert error(got, reference.silu_and_mul(plain + b)) < 1e-5
+    assert not parts.counters.any()
+
+
+@pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
+def test_widened(kind: str, columns: int, zeroed: bool) -> None:
+    torch.manual_seed(2)
+    weight = random_weight(kind, columns, zeroed, 80, 384)
+    assert error(widen(pack(weight), torch.float32), weight.dequantize(torch.float32)) < 1e-6
+
+
+def test_more_tokens_than_a_tile() -> None:
+    torch.manual_seed(3)
+    weight = random_weight("int4", 128, True, 64, 256)
+    x = torch.randn(37, 256)
+    got = quantized_linear(x, pack(weight), None, None, False, Parts(torch.device("cpu")), Launch(32, 16, 4, 1))
+    assert error(got, quant.linear(x, weight)) < 1e-5
+
+
+def test_what_it_cannot_read() -> None:
+    assert not can_pack(random_weight("int4", 16, False, 32, 64))
