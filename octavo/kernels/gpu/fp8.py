@@ -94,7 +94,7 @@ def multiply(codes_TP: Tensor, scales: Tensor, packed: Packed, bias_O: Tensor | 
             codes_TP, weight_PO, scales, packed.scales.view(1, -1), bias_O, out_dtype=dtype, use_fast_accum=True
         )
     y_TO = scaled_mm(
-        codes_TP, weight_PO, scales, ScalingType.BlockWise1x128, packed.scales[:, :, 0], ScalingType.BlockWise128x128,
+        codes_TP, weight_PO, scales, ScalingType.BlockWise1x128, packed.scales.t(), ScalingType.BlockWise128x128,
         output_dtype=dtype,
     )  # fmt: skip
     return y_TO if bias_O is None else y_TO.add_(bias_O)

@@ -35,7 +35,7 @@ class Packed:
     Column block * b + W s + j of a row is field s (of 4 or 8 bits, the lowest first) of word j of block b, W being
     the words of a block. int4: words_BOW, so that a tile of outputs is contiguous in each block. int8 and fp8: words
     [O, B * W], a row after the other, with 4 W = 128; int8 has 128 added. Scales and zeros are [B, O, G] with one for
-    each of the `groups` of a block ([B, O / rows, 1] for FP8 blocks), or [O], then `groups` is 0.
+    each of the `groups` of a block ([O / 128, B] for FP8 in 128 x 128), or [O], then `groups` is 0.
     """
 
     kind: Kind
@@ -72,7 +72,7 @@ def pack(weight: QuantWeight) -> Packed:
     groups = 0 if whole else block // weight.columns
     zeros = None if weight.zeros_RG is None else _by_block(weight.zeros_RG, groups)
     words = _nibbles(weight.codes, inputs, block) if weight.kind == "int4" else _bytes(weight)
-    scales = _by_block(weight.scales_RG, groups)
+    scales = _by_block(weight.scales_RG, groups) if weight.rows == 1 else weight.scales_RG.contiguous()
     return Packed(
         weight.kind, weight.shape, words, scales, zeros, block, groups, weight.rows, weight.order_I,
         weight.input_scale,
@@ -114,16 +114,16 @@ def _by_block(values_RG: Tensor, groups: int) -> Tensor:
 
 
 @triton.constexpr_function
-def _nibble_code(s: int, half: bool) -> str:
-    """PTX for two codes of slice s from words $1 and $2, less their zeros $3."""
+def _nibble_code(s: int, half: bool, raw: bool) -> str:
+    """PTX for two codes of slice s from words $1 and $2, plus 128 (1024), or less $3: their zeros plus that."""
     bits = "f16x2" if half else "bf16x2"
     halves = "0x5410" if s < 4 else "0x7632"
     shift = f"shr.u32 t, t, {4 * (s % 4)};" if s % 4 else ""
     unit = "0x64006400" if half else "0x43004300"
-    return (
-        "{ .reg .b32 t; prmt.b32 t, $1, $2, " + halves + "; " + shift
-        + " lop3.b32 t, t, 0x000F000F, " + unit + ", 0xEA; sub.rn." + bits + " $0, t, $3; }"
-    )  # fmt: skip
+    words = "{ .reg .b32 t; prmt.b32 t, $1, $2, " + halves + "; " + shift
+    if raw:
+        return words + " lop3.b32 $0, t, 0x000F000F, " + unit + ", 0xEA; }"
+    return words + " lop3.b32 t, t, 0x000F000F, " + unit + ", 0xEA; sub.rn." + bits + " $0, t, $3; }"
 
 
 @triton.constexpr_function
@@ -150,20 +150,24 @@ def _float_code(s: int, half: bool) -> str:
 
 
 @triton.jit
-def _widened(p, zero, S: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Fields S of the words p, less `zero` (float32 [:, 1]), in the dtype of the tokens."""
+def _widened(
+    p, zero, S: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr
+):  # fmt: skip
+    """Fields S of the words p, less `zero` (float32 [:, 1]), in the dtype of the tokens; RAW: plus 128 or 1024."""
     half: tl.constexpr = DTYPE == tl.float16
     kind = tl.float16 if half else tl.bfloat16
-    if ASM and KIND == "int4":
+    if ASM and RAW:
+        w = tl.inline_asm_elementwise(_nibble_code(S, half, True), "=r,r,r", [p], kind, is_pure=True, pack=2)
+    elif ASM and KIND == "int4":
         z = tl.broadcast_to((zero + (1024.0 if half else 128.0)).to(DTYPE), p.shape)
-        w = tl.inline_asm_elementwise(_nibble_code(S, half), "=r,r,r,r", [p, z], kind, is_pure=True, pack=2)
+        w = tl.inline_asm_elementwise(_nibble_code(S, half, False), "=r,r,r,r", [p, z], kind, is_pure=True, pack=2)
     elif ASM and KIND == "int8":
         z = tl.broadcast_to(zero + 8388736.0, p.shape)
         w = tl.inline_asm_elementwise(_byte_code(S, half), "=r,r,r,f,f", [p, z], kind, is_pure=True, pack=2)
     elif ASM:
         w = tl.inline_asm_elementwise(_float_code(S, half), "=r,r,r", [p], kind, is_pure=True, pack=2)
     elif KIND == "int4":
-        w = (((p >> 4 * S) & 15).to(tl.float32) - zero).to(DTYPE)
+        w = (((p >> 4 * S) & 15).to(tl.float32) + (128.0 - zero * 0.0 if RAW else -zero)).to(DTYPE)
     elif KIND == "int8":
         w = (((p >> 8 * S) & 255).to(tl.float32) - 128.0 - zero).to(DTYPE)
     else:
@@ -189,9 +193,27 @@ def _tile(WORDS, u, n, rows, N, width, W: tl.constexpr, KIND: tl.constexpr, EVEN
 
 
 @triton.jit
-def _facts(VALUES, u, n, rows, N, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+def _prefetch(WORDS, lo, hi, n, rows, width, W: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for the lines of the first AHEAD tiles of this program."""
+    u = lo + tl.arange(0, AHEAD)
+    u = tl.minimum(u, hi - 1)[:, None]
+    n = tl.minimum(n, rows - 1)
+    if KIND == "int4":
+        at = (u * rows + n[None, :]).to(tl.int64) * W
+    else:
+        at = n[None, :].to(tl.int64) * width + u * W
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [WORDS + at], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _facts(VALUES, u, n, rows, N, blocks, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """Scales or zeros [n, NG] of block u."""
-    at = (u * tl.cdiv(rows, ROWS) + n // ROWS)[:, None] * NG + tl.arange(0, NG)[None, :]
+    if ROWS > 1:
+        at = (n // ROWS * blocks + u)[:, None] + tl.arange(0, NG)[None, :]
+    else:
+        at = (u * rows + n)[:, None] * NG + tl.arange(0, NG)[None, :]
     if EVEN:
         x = tl.load(VALUES + at)
     else:
@@ -262,8 +284,8 @@ def _products(
     X, WORDS, SCALES, ZEROS, BIAS, OUT, PART, COUNT, T, N, KI, width, blocks, per,
     KIND: tl.constexpr, IMPLIED: tl.constexpr, MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NG: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, ZEROED: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = 8 if KIND == "int4" else 4
     W: tl.constexpr = BK // SLICES
@@ -281,18 +303,25 @@ def _products(
     up_zero = zero
     if NG == 0:
         if ZEROED:
-            zero = _column(_facts(ZEROS, 0, n, rows, N, 1, 1, EVEN), 0, 1)
-            up_zero = _column(_facts(ZEROS, 0, N + n, rows, 2 * N, 1, 1, EVEN), 0, 1) if GATED else zero
+            zero = _column(_facts(ZEROS, 0, n, rows, N, blocks, 1, 1, EVEN), 0, 1)
+            up_zero = _column(_facts(ZEROS, 0, N + n, rows, 2 * N, blocks, 1, 1, EVEN), 0, 1) if GATED else zero
         scales = zero
         up_scales = zero
         zeros = zero
         up_zeros = zero
     else:
-        scales = _facts(SCALES, lo, n, rows, N, NG, ROWS, EVEN)
-        up_scales = _facts(SCALES, lo, N + n, rows, 2 * N, NG, ROWS, EVEN) if GATED else scales
-        zeros = _facts(ZEROS, lo, n, rows, N, NG, 1, EVEN) if ZEROED else scales
-        up_zeros = _facts(ZEROS, lo, N + n, rows, 2 * N, NG, 1, EVEN) if ZEROED and GATED else zeros
+        scales = _facts(SCALES, lo, n, rows, N, blocks, NG, ROWS, EVEN)
+        up_scales = _facts(SCALES, lo, N + n, rows, 2 * N, blocks, NG, ROWS, EVEN) if GATED else scales
+        zeros = _facts(ZEROS, lo, n, rows, N, blocks, NG, 1, EVEN) if ZEROED else scales
+        up_zeros = _facts(ZEROS, lo, N + n, rows, 2 * N, blocks, NG, 1, EVEN) if ZEROED and GATED else zeros
+    if ASM and AHEAD > 0:  # while the kernel before runs
+        _prefetch(WORDS, lo, hi, n, rows, width, W, KIND, AHEAD)
+        if GATED:
+            _prefetch(WORDS, lo, hi, N + n, rows, width, W, KIND, AHEAD)
     in_turn(EARLY)
+    total = tl.zeros([BN, MB], tl.float32)
+    one = tl.full([BN, W], 1.0, DTYPE)
+    above: tl.constexpr = 1024.0 if ASM and DTYPE == tl.float16 else 128.0
     for u in range(lo, hi):
         p = _tile(WORDS, u, n, rows, N, width, W, KIND, EVEN)
         q = _tile(WORDS, u, N + n, rows, 2 * N, width, W, KIND, EVEN) if GATED else p
@@ -302,10 +331,10 @@ def _products(
         up_zeros_now = up_zeros
         if NG > 0:  # those of the next block are on their way while this one is multiplied
             v = tl.minimum(u + 1, hi - 1)
-            scales = _facts(SCALES, v, n, rows, N, NG, ROWS, EVEN)
-            up_scales = _facts(SCALES, v, N + n, rows, 2 * N, NG, ROWS, EVEN) if GATED else scales
-            zeros = _facts(ZEROS, v, n, rows, N, NG, 1, EVEN) if ZEROED else scales
-            up_zeros = _facts(ZEROS, v, N + n, rows, 2 * N, NG, 1, EVEN) if ZEROED and GATED else zeros
+            scales = _facts(SCALES, v, n, rows, N, blocks, NG, ROWS, EVEN)
+            up_scales = _facts(SCALES, v, N + n, rows, 2 * N, blocks, NG, ROWS, EVEN) if GATED else scales
+            zeros = _facts(ZEROS, v, n, rows, N, blocks, NG, 1, EVEN) if ZEROED else scales
+            up_zeros = _facts(ZEROS, v, N + n, rows, 2 * N, blocks, NG, 1, EVEN) if ZEROED and GATED else zeros
         part = tl.zeros([BN, MB], tl.float32)
         up_part = tl.zeros([BN, MB], tl.float32)
         for s in tl.static_range(SLICES):
@@ -314,23 +343,35 @@ def _products(
                 X + m.to(tl.int64)[None, :] * KI + k[:, None], mask=(m < T)[None, :] & (EVEN or (k < KI)[:, None]),
                 other=0.0,
             )  # fmt: skip
+            if RAW:
+                total = tl.dot(one, x, total, input_precision=PRECISION)
             if NG == 0:
-                acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM), x, acc, input_precision=PRECISION)
+                acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
                 if GATED:
-                    up = tl.dot(_widened(q, up_zero, s, KIND, DTYPE, ASM), x, up, input_precision=PRECISION)
+                    up = tl.dot(_widened(q, up_zero, s, KIND, DTYPE, ASM, RAW), x, up, input_precision=PRECISION)
             else:
                 z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
-                part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM), x, part, input_precision=PRECISION)
+                part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
                 if GATED:
                     z = _column(up_zeros_now, s // LONG, NG) if ZEROED else zero
-                    up_part = tl.dot(_widened(q, z, s, KIND, DTYPE, ASM), x, up_part, input_precision=PRECISION)
+                    up_part = tl.dot(_widened(q, z, s, KIND, DTYPE, ASM, RAW), x, up_part, input_precision=PRECISION)
                 if s % LONG == LONG - 1:
+                    if RAW:
+                        z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
+                        part -= total * (z + above)
+                        if GATED:
+                            z = _column(up_zeros_now, s // LONG, NG) if ZEROED else zero
+                            up_part -= total * (z + above)
+                        total = tl.zeros([BN, MB], tl.float32)
                     acc += part * _column(scales_now, s // LONG, NG)
                     part = tl.zeros([BN, MB], tl.float32)
                     if GATED:
                         up += up_part * _column(up_scales_now, s // LONG, NG)
                         up_part = tl.zeros([BN, MB], tl.float32)
     if NG == 0:
+        if RAW:
+            acc -= total * (zero + above)
+            up -= total * (up_zero + above)
         acc *= tl.load(SCALES + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
             up *= tl.load(SCALES + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -385,7 +426,7 @@ def quantized_linear(
     tokens, inputs = x_TI.shape
     outputs = packed.shape[0] // 2 if gated else packed.shape[0]
     launch = launch or launch_for(packed, tokens, gated)
-    width = min(max(16, triton.next_power_of_2(tokens)), launch.tokens)
+    width = min(max(8, triton.next_power_of_2(tokens)), launch.tokens)
     tiles_O, tiles_T = triton.cdiv(outputs, launch.outputs), triton.cdiv(tokens, width)
     floats = launch.outputs * width * (2 if gated else 1)
     split, per = split_for(launch, packed, tiles_O * tiles_T, floats, parts.processors)
@@ -399,15 +440,16 @@ def quantized_linear(
         packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
         launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
         outputs % launch.outputs == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
-        bias_O is not None, asm, "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI),
-        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=early(x_TI),
+        bias_O is not None, asm, launch.raw and packed.kind == "int4", launch.ahead,
+        "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI), num_warps=launch.warps,
+        num_stages=launch.stages, launch_pdl=early(x_TI),
     )  # fmt: skip
     return out_TO
 
 
 @triton.jit
 def _widen(
-    WORDS, SCALES, ZEROS, OUT, rows, KI, width, KIND: tl.constexpr, IMPLIED: tl.constexpr, BN: tl.constexpr,
+    WORDS, SCALES, ZEROS, OUT, rows, KI, width, blocks, KIND: tl.constexpr, IMPLIED: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, NG: tl.constexpr, ROWS: tl.constexpr, ZEROED: tl.constexpr, ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -420,11 +462,13 @@ def _widen(
     u = tl.program_id(1)
     p = _tile(WORDS, u, n, rows, rows, width, W, KIND, False)
     group = u if NG > 0 else 0
-    scales = _facts(SCALES, group, n, rows, rows, COLUMNS, ROWS, False)
-    zeros = _facts(ZEROS, group, n, rows, rows, COLUMNS, 1, False) if ZEROED else scales
+    scales = _facts(SCALES, group, n, rows, rows, blocks, COLUMNS, ROWS, False)
+    zeros = _facts(ZEROS, group, n, rows, rows, blocks, COLUMNS, 1, False) if ZEROED else scales
     for s in tl.static_range(SLICES):
         z = _column(zeros, s // LONG, COLUMNS) if ZEROED else tl.full([BN, 1], IMPLIED, tl.float32)
-        w = _widened(p, z, s, KIND, OUT.dtype.element_ty, ASM).to(tl.float32) * _column(scales, s // LONG, COLUMNS)
+        w = _widened(p, z, s, KIND, OUT.dtype.element_ty, ASM, False).to(tl.float32) * _column(
+            scales, s // LONG, COLUMNS
+        )
         k = u * BK + s * W + tl.arange(0, W)
         at = n.to(tl.int64)[:, None] * KI + k[None, :]
         tl.store(OUT + at, w.to(OUT.dtype.element_ty), mask=(n < rows)[:, None] & (k < KI)[None, :])
@@ -436,8 +480,9 @@ def widen(packed: Packed, dtype: torch.dtype) -> Tensor:
     out_OI = torch.empty((outputs, inputs), dtype=dtype, device=packed.words.device)
     _widen[(triton.cdiv(outputs, 64), packed.blocks)](
         packed.words, packed.scales, packed.words if packed.zeros is None else packed.zeros, out_OI, outputs, inputs,
-        packed.words.shape[-1], packed.kind, float(IMPLIED_ZERO[packed.kind]), 64, packed.block, packed.groups,
-        packed.rows, packed.zeros is not None, not triton.knobs.runtime.interpret and dtype != torch.float32,
-        early(out_OI), num_warps=4, launch_pdl=early(out_OI),
+        packed.words.shape[-1], packed.blocks, packed.kind, float(IMPLIED_ZERO[packed.kind]), 64, packed.block,
+        packed.groups, packed.rows, packed.zeros is not None,
+        not triton.knobs.runtime.interpret and dtype != torch.float32, early(out_OI), num_warps=4,
+        launch_pdl=early(out_OI),
     )  # fmt: skip
     return out_OI

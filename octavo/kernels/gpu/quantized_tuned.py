@@ -19,6 +19,8 @@ class Launch:
     warps: int
     stages: int
     waves: float = 3.0
+    raw: bool = False
+    ahead: int = 0
     split: int = 0
 
     def halved(self) -> Launch:

@@ -47,7 +47,7 @@ def test_product(kind: str, columns: int, zeroed: bool, outputs: int, inputs: in
     torch.manual_seed(1)
     weight = random_weight(kind, columns, zeroed, outputs, inputs)
     assert can_pack(weight)
-    packed, parts, launch = pack(weight), Parts(torch.device("cpu")), Launch(32, 16, 4, 1, split=split)
+    packed, parts, launch = pack(weight), Parts(torch.device("cpu")), Launch(32, 16, 4, 1, split=split, raw=split > 1)
     x, b, r = torch.randn(3, inputs), torch.randn(outputs), torch.randn(3, outputs)
     plain = quant.linear(x, weight)
     assert error(quantized_linear(x, packed, None, None, False, parts, launch), plain) < 1e-5
