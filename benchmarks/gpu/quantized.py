@@ -86,27 +86,38 @@ def nbytes(packed: Packed) -> int:
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
-def launches(kind: str, tokens: int, tune: bool, packed: Packed, gated: bool) -> list[Launch]:
-    if not tune or tokens not in (1, 64):
-        return [launch_for(packed, tokens, gated)]
+def launches(kind: str, tokens: int, tune: bool, packed: Packed) -> list[Launch]:
+    """What to try for so many tokens: the tuned launch first."""
+    known = launch_for(packed, tokens)
+    if not tune or tokens not in (1, 16, 32, 64):
+        return [known]
+    four = kind == "int4"
     if tokens == 1:
-        tiles = ((64, 4), (128, 4)) if not gated else ((64, 4), (32, 4))
-        stages, waves = ((2, 3, 4), (1.0, 2.0, 3.0, 4.0, 6.0)) if kind == "int4" else ((3, 4), (2.0, 4.0))
+        tiles, stages, waves = ((64, 2), (32, 1), (128, 4)), (3, 4), (3.0, 6.0, 9.0)
+        if not four:
+            tiles, stages, waves = tiles[:2], (4,), (4.0, 8.0)
+        more = [Launch(64, 8, 2, 3, 6.0, four, 0), Launch(64, 8, 2, 3, 6.0, False, 8)]
+    elif tokens == 16:
+        tiles, stages, waves = ((64, 2), (32, 1)), (3,), (3.0, 6.0)
+        more = [Launch(64, 16, 2, 3, w, four, 8) for w in (3.0, 6.0)]
+    elif tokens == 32:
+        tiles, stages, waves, more = ((64, 2), (32, 1), (128, 4)), (3,), (2.0, 4.0), []
     else:
-        tiles = ((64, 4), (128, 4), (128, 8)) if not gated else ((64, 4), (64, 8))
-        stages, waves = (2, 3) if kind == "int4" else (3,), (1.0, 2.0)
-    return [Launch(o, max(16, tokens), w, s, v) for (o, w), s, v in product(tiles, stages, waves)]
+        tiles, stages, waves, more = ((32, 1), (32, 2), (64, 4), (128, 8)), (3,), (1.0, 2.0), []
+    tried = [
+        Launch(o, max(8, tokens), w, s, v, four and tokens == 1, 8) for (o, w), s, v in product(tiles, stages, waves)
+    ]
+    return [known, *(launch for launch in [*tried, *more] if launch != known)]
 
 
 def few(tune: bool) -> None:
     for name, (outputs, inputs) in LAYER.items():
-        for m in (1, 16, 32, 64, 128):
+        for m in (1, 8, 16, 32, 64):
             x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
             y = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
             plain(name, x, y)
             for kind in KINDS:
-                if kind != "fp8" or m <= 64:
-                    streamed(name, kind, x, y, tune)
+                streamed(name, kind, x, y, tune)
 
 
 def plain(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -130,7 +141,7 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
     count = 0 if PARTS else max(1, int(120e6 // nbytes(one)))
     copies = [one] + [pack(weight(kind, *LAYER[name])) for _ in range(count)]
     found: list[tuple[float, str]] = []
-    for launch in launches(kind, len(x), tune, one, gated):
+    for launch in launches(kind, len(x), tune, one):
 
         def run(i: int, launch: Launch = launch) -> None:
             quantized_linear(x, copies[i], None, None if gated else y, gated, SHARED, launch)
@@ -140,10 +151,12 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
         except Exception as error:  # a configuration that does not fit the device
             print(f"  {launch}: {str(error)[:80]}")
             continue
-        shown = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages},{launch.waves}"
+        cut = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages}"
+        shown = f"{cut},{launch.waves:.0f},{launch.raw:d},{launch.ahead}"
         OUT[f"{name} {len(x)} {kind} {shown}"] = {"us": seconds * 1e6}
         found.append((seconds, shown))
-    report(f"{name} {len(x)} {kind}", min(found)[0], nbytes(one), " ".join(shown for _, shown in sorted(found)[:3]))
+    notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in [found[0], *sorted(found)[:4]])
+    report(f"{name} {len(x)} {kind}", min(found)[0], nbytes(one), notes)
 
 
 def many() -> None:

@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--dtype", default="auto", help="weights and KV cache")
+    parser.add_argument("--quantization", help="weights of the layers: fp8, int8 or int4; plain if left out")
+    parser.add_argument("--kv-cache-dtype", help="fp8, or as the weights")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--trace", type=Path, help="write a trace of 32 requests here, for chrome://tracing")
 
@@ -82,7 +84,10 @@ def build(args: argparse.Namespace) -> Any:
     """The engine with dummy weights."""
     from octavo.engine.llm import LLM
 
-    names = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "dtype")
+    names = (
+        "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "dtype",
+        "quantization", "kv_cache_dtype",
+    )  # fmt: skip
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     with tempfile.TemporaryDirectory() as root:
         folder = str(write_shape(args.shape, Path(root)))

@@ -67,7 +67,7 @@ def pack(weight: QuantWeight) -> Packed:
     """Repack once, when the model is built."""
     inputs = weight.shape[1]
     whole = weight.columns >= inputs and weight.rows == 1
-    wide = weight.kind == "int4" and inputs % 256 == 0 and (whole or weight.columns == 128)
+    wide = weight.kind == "int4" and inputs % 256 == 0 and (whole or weight.columns in (64, 128))
     block = 256 if wide else 128
     groups = 0 if whole else block // weight.columns
     zeros = None if weight.zeros_RG is None else _by_block(weight.zeros_RG, groups)
@@ -178,8 +178,8 @@ def _widened(
 
 
 @triton.jit
-def _tile(WORDS, u, n, rows, N, width, W: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
-    """Words of rows `n` in block u. The matrix has `rows` rows of `width` words; those from N on are left out."""
+def _tile(WORDS, u, n, ok, rows, width, W: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """Words of rows `n` in block u of a matrix of `rows` rows of `width` words."""
     if KIND == "int4":
         at = (u * rows + n).to(tl.int64) * W
     else:
@@ -188,27 +188,26 @@ def _tile(WORDS, u, n, rows, N, width, W: tl.constexpr, KIND: tl.constexpr, EVEN
     if EVEN:
         p = tl.load(WORDS + at, eviction_policy="evict_first")
     else:
-        p = tl.load(WORDS + at, mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
+        p = tl.load(WORDS + at, mask=ok[:, None], other=0, eviction_policy="evict_first")
     return p
 
 
 @triton.jit
 def _prefetch(WORDS, lo, hi, n, rows, width, W: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
     """Ask for the lines of the first AHEAD tiles of this program."""
-    u = lo + tl.arange(0, AHEAD)
-    u = tl.minimum(u, hi - 1)[:, None]
-    n = tl.minimum(n, rows - 1)
+    u = tl.minimum(lo + tl.arange(0, AHEAD), hi - 1)[:, None]
+    n = tl.minimum(n, rows - 1)[None, :]
     if KIND == "int4":
-        at = (u * rows + n[None, :]).to(tl.int64) * W
+        at = (u * rows + n).to(tl.int64) * W
     else:
-        at = n[None, :].to(tl.int64) * width + u * W
+        at = n.to(tl.int64) * width + u * W
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [WORDS + at], tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _facts(VALUES, u, n, rows, N, blocks, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+def _facts(VALUES, u, n, ok, rows, blocks, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """Scales or zeros [n, NG] of block u."""
     if ROWS > 1:
         at = (n // ROWS * blocks + u)[:, None] + tl.arange(0, NG)[None, :]
@@ -217,7 +216,7 @@ def _facts(VALUES, u, n, rows, N, blocks, NG: tl.constexpr, ROWS: tl.constexpr, 
     if EVEN:
         x = tl.load(VALUES + at)
     else:
-        x = tl.load(VALUES + at, mask=(n < N)[:, None], other=0)
+        x = tl.load(VALUES + at, mask=ok[:, None], other=0)
     return x
 
 
@@ -237,39 +236,36 @@ def _column(x, AT: tl.constexpr, NG: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(
-    acc, up, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    """Leave parts; the program that comes last gets the sums of all parts, the others a count below SPLIT - 1."""
+def _sum_parts(acc, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT: tl.constexpr):
+    """Leave a part; the program that comes last gets the sum of all parts, the others a count below SPLIT - 1."""
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    size: tl.constexpr = BN * MB * (2 if GATED else 1)
     at = tl.arange(0, BN)[:, None] * MB + tl.arange(0, MB)[None, :]
     ok = (m < T)[None, :] & (at >= 0)
-    place = PART + (tile * SPLIT + tl.program_id(1)) * size
-    tl.store(place + at, acc, mask=ok)
-    if GATED:
-        tl.store(place + BN * MB + at, up, mask=ok)
+    place = PART + tile * SPLIT * BN * MB + at
+    tl.store(place + tl.program_id(1) * BN * MB, acc, mask=ok)
     tl.debug_barrier()
     before = tl.atomic_add(COUNT + tile, 1, sem="acq_rel")
     if before == SPLIT - 1:
         acc = acc * 0.0
-        up = up * 0.0
         for s in tl.static_range(SPLIT):
-            place = PART + (tile * SPLIT + s) * size
-            acc += tl.load(place + at, mask=ok, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(place + BN * MB + at, mask=ok, other=0.0, cache_modifier=".cg")
+            acc += tl.load(place + s * BN * MB, mask=ok, other=0.0, cache_modifier=".cg")
         tl.store(COUNT + tile, 0)
-    return acc, up, before
+    return acc, before
 
 
 @triton.jit
-def _finished(acc, up, BIAS, OUT, n, m, T, N, GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr):
+def _finished(
+    acc, BIAS, OUT, n, m, T, N, BN: tl.constexpr, MB: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
     """What follows the product: bias, gate, sum with what is there, store."""
+    if GATED:
+        n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [2, BN // 2, MB]), (1, 2, 0)))
+        if BIASED:
+            up += tl.load(BIAS + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if BIASED:
         acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(BIAS + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     at = m.to(tl.int64)[None, :] * N + n[:, None]
@@ -291,54 +287,44 @@ def _products(
     W: tl.constexpr = BK // SLICES
     LONG: tl.constexpr = SLICES // NG if NG > 0 else SLICES  # slices of a group
     DTYPE: tl.constexpr = X.dtype.element_ty
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    ABOVE: tl.constexpr = 1024.0 if ASM and DTYPE == tl.float16 else 128.0
+    r = tl.arange(0, BN)
     m = tl.program_id(2) * MB + tl.arange(0, MB)
-    j = tl.arange(0, W)
-    rows = N * 2 if GATED else N
+    rows = N
+    n = tl.program_id(0) * BN + r
+    ok = n < N
+    if GATED:  # a tile is half gate, half up
+        rows = N * 2
+        n = tl.program_id(0) * (BN // 2) + r % (BN // 2)
+        ok = n < N
+        n += r // (BN // 2) * N
     lo = tl.program_id(1) * per
     hi = tl.minimum(lo + per, blocks)
     acc = tl.zeros([BN, MB], tl.float32)
-    up = tl.zeros([BN, MB], tl.float32)
+    total = tl.zeros([BN, MB], tl.float32)  # of the tokens, over a group
+    one = tl.full([BN, W], 1.0, DTYPE)
     zero = tl.full([BN, 1], IMPLIED, tl.float32)
-    up_zero = zero
-    if NG == 0:
-        if ZEROED:
-            zero = _column(_facts(ZEROS, 0, n, rows, N, blocks, 1, 1, EVEN), 0, 1)
-            up_zero = _column(_facts(ZEROS, 0, N + n, rows, 2 * N, blocks, 1, 1, EVEN), 0, 1) if GATED else zero
-        scales = zero
-        up_scales = zero
-        zeros = zero
-        up_zeros = zero
-    else:
-        scales = _facts(SCALES, lo, n, rows, N, blocks, NG, ROWS, EVEN)
-        up_scales = _facts(SCALES, lo, N + n, rows, 2 * N, blocks, NG, ROWS, EVEN) if GATED else scales
-        zeros = _facts(ZEROS, lo, n, rows, N, blocks, NG, 1, EVEN) if ZEROED else scales
-        up_zeros = _facts(ZEROS, lo, N + n, rows, 2 * N, blocks, NG, 1, EVEN) if ZEROED and GATED else zeros
+    scales = zero
+    zeros = zero
+    if NG > 0:
+        scales = _facts(SCALES, lo, n, ok, rows, blocks, NG, ROWS, EVEN)
+        zeros = _facts(ZEROS, lo, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else scales
+    elif ZEROED:
+        zero = _column(_facts(ZEROS, 0, n, ok, rows, blocks, 1, 1, EVEN), 0, 1)
     if ASM and AHEAD > 0:  # while the kernel before runs
         _prefetch(WORDS, lo, hi, n, rows, width, W, KIND, AHEAD)
-        if GATED:
-            _prefetch(WORDS, lo, hi, N + n, rows, width, W, KIND, AHEAD)
     in_turn(EARLY)
-    total = tl.zeros([BN, MB], tl.float32)
-    one = tl.full([BN, W], 1.0, DTYPE)
-    above: tl.constexpr = 1024.0 if ASM and DTYPE == tl.float16 else 128.0
     for u in range(lo, hi):
-        p = _tile(WORDS, u, n, rows, N, width, W, KIND, EVEN)
-        q = _tile(WORDS, u, N + n, rows, 2 * N, width, W, KIND, EVEN) if GATED else p
+        p = _tile(WORDS, u, n, ok, rows, width, W, KIND, EVEN)
         scales_now = scales
-        up_scales_now = up_scales
         zeros_now = zeros
-        up_zeros_now = up_zeros
         if NG > 0:  # those of the next block are on their way while this one is multiplied
             v = tl.minimum(u + 1, hi - 1)
-            scales = _facts(SCALES, v, n, rows, N, blocks, NG, ROWS, EVEN)
-            up_scales = _facts(SCALES, v, N + n, rows, 2 * N, blocks, NG, ROWS, EVEN) if GATED else scales
-            zeros = _facts(ZEROS, v, n, rows, N, blocks, NG, 1, EVEN) if ZEROED else scales
-            up_zeros = _facts(ZEROS, v, N + n, rows, 2 * N, blocks, NG, 1, EVEN) if ZEROED and GATED else zeros
+            scales = _facts(SCALES, v, n, ok, rows, blocks, NG, ROWS, EVEN)
+            zeros = _facts(ZEROS, v, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else scales
         part = tl.zeros([BN, MB], tl.float32)
-        up_part = tl.zeros([BN, MB], tl.float32)
         for s in tl.static_range(SLICES):
-            k = u * BK + s * W + j
+            k = u * BK + s * W + tl.arange(0, W)
             x = tl.load(
                 X + m.to(tl.int64)[None, :] * KI + k[:, None], mask=(m < T)[None, :] & (EVEN or (k < KI)[:, None]),
                 other=0.0,
@@ -347,39 +333,24 @@ def _products(
                 total = tl.dot(one, x, total, input_precision=PRECISION)
             if NG == 0:
                 acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
-                if GATED:
-                    up = tl.dot(_widened(q, up_zero, s, KIND, DTYPE, ASM, RAW), x, up, input_precision=PRECISION)
             else:
                 z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
                 part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
-                if GATED:
-                    z = _column(up_zeros_now, s // LONG, NG) if ZEROED else zero
-                    up_part = tl.dot(_widened(q, z, s, KIND, DTYPE, ASM, RAW), x, up_part, input_precision=PRECISION)
                 if s % LONG == LONG - 1:
                     if RAW:
-                        z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
-                        part -= total * (z + above)
-                        if GATED:
-                            z = _column(up_zeros_now, s // LONG, NG) if ZEROED else zero
-                            up_part -= total * (z + above)
+                        part -= total * (z + ABOVE)
                         total = tl.zeros([BN, MB], tl.float32)
                     acc += part * _column(scales_now, s // LONG, NG)
                     part = tl.zeros([BN, MB], tl.float32)
-                    if GATED:
-                        up += up_part * _column(up_scales_now, s // LONG, NG)
-                        up_part = tl.zeros([BN, MB], tl.float32)
     if NG == 0:
         if RAW:
-            acc -= total * (zero + above)
-            up -= total * (up_zero + above)
-        acc *= tl.load(SCALES + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up *= tl.load(SCALES + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            acc -= total * (zero + ABOVE)
+        acc *= tl.load(SCALES + n, mask=ok, other=0.0).to(tl.float32)[:, None]
     last = SPLIT - 1
     if SPLIT > 1:
-        acc, up, last = _sum_parts(acc, up, PART, COUNT, m, T, BN, MB, SPLIT, GATED)
+        acc, last = _sum_parts(acc, PART, COUNT, m, T, BN, MB, SPLIT)
     if last == SPLIT - 1:
-        _finished(acc, up, BIAS, OUT, n, m, T, N, GATED, ADD, BIASED)
+        _finished(acc, BIAS, OUT, n, m, T, N, BN, MB, GATED, ADD, BIASED)
 
 
 class Parts:
@@ -392,12 +363,10 @@ class Parts:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
 
 
-def launch_for(packed: Packed, tokens: int, gated: bool) -> Launch:
+def launch_for(packed: Packed, tokens: int) -> Launch:
     """The tuned launch for so many tokens."""
     table = TUNED[packed.kind]
-    size = next((size for size in table if tokens <= size), max(table))
-    launch = table[size]
-    return launch.halved() if gated else launch
+    return table[next((size for size in table if tokens <= size), max(table))]
 
 
 def split_for(launch: Launch, packed: Packed, tiles: int, floats: int, processors: int) -> tuple[int, int]:
@@ -425,10 +394,11 @@ def quantized_linear(
     """
     tokens, inputs = x_TI.shape
     outputs = packed.shape[0] // 2 if gated else packed.shape[0]
-    launch = launch or launch_for(packed, tokens, gated)
+    launch = launch or launch_for(packed, tokens)
     width = min(max(8, triton.next_power_of_2(tokens)), launch.tokens)
-    tiles_O, tiles_T = triton.cdiv(outputs, launch.outputs), triton.cdiv(tokens, width)
-    floats = launch.outputs * width * (2 if gated else 1)
+    each = launch.outputs // 2 if gated else launch.outputs
+    tiles_O, tiles_T = triton.cdiv(outputs, each), triton.cdiv(tokens, width)
+    floats = launch.outputs * width
     split, per = split_for(launch, packed, tiles_O * tiles_T, floats, parts.processors)
     out_TO = residual_TO
     if out_TO is None:
@@ -439,7 +409,7 @@ def quantized_linear(
         x_TI if bias_O is None else bias_O, out_TO, parts.floats, parts.counters, tokens, outputs, inputs,
         packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
         launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
-        outputs % launch.outputs == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
+        outputs % each == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
         bias_O is not None, asm, launch.raw and packed.kind == "int4", launch.ahead,
         "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI), num_warps=launch.warps,
         num_stages=launch.stages, launch_pdl=early(x_TI),
@@ -460,10 +430,11 @@ def _widen(
     LONG: tl.constexpr = SLICES // COLUMNS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     u = tl.program_id(1)
-    p = _tile(WORDS, u, n, rows, rows, width, W, KIND, False)
+    ok = n < rows
+    p = _tile(WORDS, u, n, ok, rows, width, W, KIND, False)
     group = u if NG > 0 else 0
-    scales = _facts(SCALES, group, n, rows, rows, blocks, COLUMNS, ROWS, False)
-    zeros = _facts(ZEROS, group, n, rows, rows, blocks, COLUMNS, 1, False) if ZEROED else scales
+    scales = _facts(SCALES, group, n, ok, rows, blocks, COLUMNS, ROWS, False)
+    zeros = _facts(ZEROS, group, n, ok, rows, blocks, COLUMNS, 1, False) if ZEROED else scales
     for s in tl.static_range(SLICES):
         z = _column(zeros, s // LONG, COLUMNS) if ZEROED else tl.full([BN, 1], IMPLIED, tl.float32)
         w = _widened(p, z, s, KIND, OUT.dtype.element_ty, ASM, False).to(tl.float32) * _column(
@@ -471,7 +442,7 @@ def _widen(
         )
         k = u * BK + s * W + tl.arange(0, W)
         at = n.to(tl.int64)[:, None] * KI + k[None, :]
-        tl.store(OUT + at, w.to(OUT.dtype.element_ty), mask=(n < rows)[:, None] & (k < KI)[None, :])
+        tl.store(OUT + at, w.to(OUT.dtype.element_ty), mask=ok[:, None] & (k < KI)[None, :])
 
 
 def widen(packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -6,32 +6,48 @@ finds the values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Outputs and (at most) tokens of a tile, warps, stages, programs that a multiprocessor should get; or, if given,
-    programs that share a tile of outputs."""
+    """How the work is cut, and what a program does."""
 
     outputs: int
+    """rows of a tile"""
     tokens: int
+    """of a tile, at most"""
     warps: int
     stages: int
     waves: float = 3.0
+    """programs that a multiprocessor should get"""
     raw: bool = False
+    """4 bits: take zeros off sums instead of off codes"""
     ahead: int = 0
+    """blocks that a program asks for while the kernel before it runs"""
     split: int = 0
-
-    def halved(self) -> Launch:
-        """For two products at once."""
-        return replace(self, outputs=max(64, self.outputs // 2))
+    """programs that share a tile; 0: what `waves` needs"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
-    "int4": {16: Launch(128, 16, 4, 3), 32: Launch(128, 32, 4, 3), 64: Launch(128, 64, 8, 3)},
-    "int8": {16: Launch(128, 16, 4, 4), 32: Launch(128, 32, 4, 4), 64: Launch(128, 64, 8, 3)},
-    "fp8": {16: Launch(128, 16, 4, 4), 32: Launch(128, 32, 4, 4), 64: Launch(128, 64, 8, 3)},
+    "int4": {
+        8: Launch(64, 8, 2, 3, 6.0, True, 8),
+        16: Launch(64, 16, 2, 3, 4.0, False, 8),
+        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        64: Launch(128, 64, 8, 3, 1.0),
+    },
+    "int8": {
+        8: Launch(64, 8, 2, 4, 6.0, False, 8),
+        16: Launch(64, 16, 2, 4, 4.0, False, 8),
+        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        64: Launch(64, 64, 4, 3, 1.0),
+    },
+    "fp8": {
+        8: Launch(64, 8, 2, 4, 6.0, False, 8),
+        16: Launch(64, 16, 2, 4, 4.0, False, 8),
+        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        64: Launch(64, 64, 4, 3, 1.0),
+    },
 }
 
 MOST_TOKENS = {"int4": 64, "int8": 64, "fp8": 16}
