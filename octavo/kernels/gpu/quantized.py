@@ -48,6 +48,8 @@ class Packed:
     rows: int
     order_I: Tensor | None
     input_scale: Tensor | None
+    one: Tensor
+    """float32 1.0 on the device, a scale that changes nothing"""
 
     @property
     def blocks(self) -> int:
@@ -75,7 +77,7 @@ def pack(weight: QuantWeight) -> Packed:
     scales = _by_block(weight.scales_RG, groups) if weight.rows == 1 else weight.scales_RG.contiguous()
     return Packed(
         weight.kind, weight.shape, words, scales, zeros, block, groups, weight.rows, weight.order_I,
-        weight.input_scale,
+        weight.input_scale, torch.ones((), device=words.device),
     )  # fmt: skip
 
 
@@ -193,20 +195,6 @@ def _tile(WORDS, u, n, ok, rows, width, W: tl.constexpr, KIND: tl.constexpr, EVE
 
 
 @triton.jit
-def _prefetch(WORDS, lo, hi, n, rows, width, W: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the lines of the first AHEAD tiles of this program."""
-    u = tl.minimum(lo + tl.arange(0, AHEAD), hi - 1)[:, None]
-    n = tl.minimum(n, rows - 1)[None, :]
-    if KIND == "int4":
-        at = (u * rows + n).to(tl.int64) * W
-    else:
-        at = n.to(tl.int64) * width + u * W
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [WORDS + at], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _facts(VALUES, u, n, ok, rows, blocks, NG: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """Scales or zeros [n, NG] of block u."""
     if ROWS > 1:
@@ -281,7 +269,7 @@ def _products(
     KIND: tl.constexpr, IMPLIED: tl.constexpr, MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NG: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, ZEROED: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = 8 if KIND == "int4" else 4
     W: tl.constexpr = BK // SLICES
@@ -311,8 +299,6 @@ def _products(
         zeros = _facts(ZEROS, lo, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else scales
     elif ZEROED:
         zero = _column(_facts(ZEROS, 0, n, ok, rows, blocks, 1, 1, EVEN), 0, 1)
-    if ASM and AHEAD > 0:  # while the kernel before runs
-        _prefetch(WORDS, lo, hi, n, rows, width, W, KIND, AHEAD)
     in_turn(EARLY)
     for u in range(lo, hi):
         p = _tile(WORDS, u, n, ok, rows, width, W, KIND, EVEN)
@@ -372,7 +358,8 @@ def launch_for(packed: Packed, tokens: int) -> Launch:
 def split_for(launch: Launch, packed: Packed, tiles: int, floats: int, processors: int) -> tuple[int, int]:
     """Programs that share a tile of outputs, and blocks of each."""
     wanted = max(1, round(launch.waves * processors / tiles)) if launch.split == 0 else launch.split
-    wanted = min(wanted, packed.blocks, max(1, _PART_FLOATS // (tiles * floats)), 16)
+    wanted = 1 << (min(wanted, 16).bit_length() - 1)  # few values, so few variants are compiled
+    wanted = min(wanted, packed.blocks, max(1, _PART_FLOATS // (tiles * floats)))
     if tiles > _COUNTERS:
         wanted = 1
     per = -(-packed.blocks // wanted)
@@ -410,7 +397,7 @@ def quantized_linear(
         packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
         launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
         outputs % each == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
-        bias_O is not None, asm, launch.raw and packed.kind == "int4", launch.ahead,
+        bias_O is not None, asm, launch.raw and packed.kind == "int4",
         "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI), num_warps=launch.warps,
         num_stages=launch.stages, launch_pdl=early(x_TI),
     )  # fmt: skip

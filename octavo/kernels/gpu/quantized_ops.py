@@ -15,7 +15,7 @@ from torch.nn.functional import linear as product
 from octavo.kernels import cpu
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
-from octavo.kernels.gpu.fp8 import can_multiply, multiply, quantize_tokens
+from octavo.kernels.gpu.fp8 import can_multiply, multiply, multiply_then, quantize_tokens
 from octavo.kernels.gpu.quantized import Packed, Parts, can_pack, pack, quantized_linear, widen
 from octavo.kernels.gpu.quantized_tuned import MOST_TOKENS
 from octavo.kernels.quant import QuantWeight
@@ -49,7 +49,7 @@ class QuantizedOps:
 
         def apply(x_TI: Tensor) -> Tensor:
             if x_TI.shape[0] > MOST_TOKENS[packed.kind]:
-                return norms.silu_and_mul(_many(packed, x_TI, bias_O, norm))
+                return _many_gated(packed, x_TI, bias_O, norm)
             return quantized_linear(_prepared(packed, x_TI, norm), packed, bias_O, None, True, parts)
 
         return apply
@@ -62,7 +62,7 @@ class QuantizedOps:
 
         def apply(x_TI: Tensor, residual_TO: Tensor) -> Tensor:
             if x_TI.shape[0] > MOST_TOKENS[packed.kind]:
-                return residual_TO.add_(_many(packed, x_TI, bias_O, None))
+                return _many_added(packed, x_TI, bias_O, residual_TO)
             return quantized_linear(_prepared(packed, x_TI, None), packed, bias_O, residual_TO, False, parts)
 
         return apply
@@ -84,3 +84,18 @@ def _many(packed: Packed, x_TI: Tensor, bias_O: Tensor | None, norm: Norm | None
     if can_multiply(packed, x_TI.dtype):
         return multiply(*quantize_tokens(x_TI, packed, norm), packed, bias_O, x_TI.dtype)
     return product(_prepared(packed, x_TI, norm), widen(packed, x_TI.dtype), bias_O)
+
+
+def _many_gated(packed: Packed, x_TI: Tensor, bias_O: Tensor | None, norm: Norm | None) -> Tensor:
+    if can_multiply(packed, x_TI.dtype):
+        return multiply_then(*quantize_tokens(x_TI, packed, norm), packed, bias_O, None, True, x_TI.dtype)
+    return norms.silu_and_mul(_many(packed, x_TI, bias_O, norm))
+
+
+def _many_added(packed: Packed, x_TI: Tensor, bias_O: Tensor | None, residual_TO: Tensor) -> Tensor:
+    if can_multiply(packed, x_TI.dtype):
+        return multiply_then(*quantize_tokens(x_TI, packed), packed, bias_O, residual_TO, False, x_TI.dtype)
+    wide_OI = widen(packed, x_TI.dtype)
+    if bias_O is not None:
+        residual_TO.add_(bias_O)
+    return residual_TO.addmm_(_prepared(packed, x_TI, None), wide_OI.t())

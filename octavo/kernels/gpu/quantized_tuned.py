@@ -23,29 +23,27 @@ class Launch:
     """programs that a multiprocessor should get"""
     raw: bool = False
     """4 bits: take zeros off sums instead of off codes"""
-    ahead: int = 0
-    """blocks that a program asks for while the kernel before it runs"""
     split: int = 0
     """programs that share a tile; 0: what `waves` needs"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
     "int4": {
-        8: Launch(64, 8, 2, 3, 6.0, True, 8),
-        16: Launch(64, 16, 2, 3, 4.0, False, 8),
-        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        8: Launch(64, 8, 2, 3, 6.0, True),
+        16: Launch(64, 16, 2, 3, 4.0),
+        32: Launch(64, 32, 2, 3, 3.0),
         64: Launch(128, 64, 8, 3, 1.0),
     },
     "int8": {
-        8: Launch(64, 8, 2, 4, 6.0, False, 8),
-        16: Launch(64, 16, 2, 4, 4.0, False, 8),
-        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        8: Launch(64, 8, 2, 4, 6.0),
+        16: Launch(64, 16, 2, 4, 4.0),
+        32: Launch(64, 32, 2, 3, 3.0),
         64: Launch(64, 64, 4, 3, 1.0),
     },
     "fp8": {
-        8: Launch(64, 8, 2, 4, 6.0, False, 8),
-        16: Launch(64, 16, 2, 4, 4.0, False, 8),
-        32: Launch(64, 32, 2, 3, 3.0, False, 4),
+        8: Launch(64, 8, 2, 4, 6.0),
+        16: Launch(64, 16, 2, 4, 4.0),
+        32: Launch(64, 32, 2, 3, 3.0),
         64: Launch(64, 64, 4, 3, 1.0),
     },
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels import quant, reference
+from octavo.kernels.gpu.fp8 import quantize_tokens, scaled
 from octavo.kernels.gpu.quantized import Parts, can_pack, pack, quantized_linear, widen
 from octavo.kernels.gpu.quantized_tuned import Launch
 from octavo.kernels.quant import QuantWeight
@@ -71,6 +74,35 @@ def test_more_tokens_than_a_tile() -> None:
     x = torch.randn(37, 256)
     got = quantized_linear(x, pack(weight), None, None, False, Parts(torch.device("cpu")), Launch(32, 16, 4, 1))
     assert error(got, quant.linear(x, weight)) < 1e-5
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_in_fp8(normed: bool, static: bool) -> None:
+    torch.manual_seed(4)
+    weight = random_weight("fp8", 0, False, 32, 320)
+    if static:
+        weight = replace(weight, input_scale=torch.tensor(0.02))
+    packed, x = pack(weight), torch.randn(3, 320)
+    norm = (torch.rand(320) + 0.5, 1e-5) if normed else None
+    codes, scales = quantize_tokens(x, packed, norm)
+    want = x if norm is None else reference.rms_norm(x, *norm)
+    fields = codes.float().view(3, -1, 32, 4).transpose(2, 3).reshape(3, -1)  # back into the order of the inputs
+    assert error(fields[:, :320] * scales, want) < 0.06  # the interpreter cuts off where devices round
+    assert not fields[:, 320:].any()
+    assert (scales == 0.02).all() if static else error(scales[:, 0], want.abs().amax(1) / 448) < 1e-6
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_follows_a_product_in_fp8(gated: bool) -> None:
+    torch.manual_seed(5)
+    packed = pack(random_weight("fp8", 0, False, 96, 128))
+    y, tokens, b = torch.randn(3, 96), torch.rand(3, 1), torch.randn(96)
+    want = y * tokens * packed.scales + b
+    want = reference.silu_and_mul(want) if gated else want
+    r = torch.randn(want.shape)
+    assert error(scaled(y, tokens, packed, b, r.clone(), gated), want + r) < 1e-6
+    assert scaled(y, tokens, packed, None, None, gated).shape == want.shape
 
 
 def test_what_it_cannot_read() -> None:
