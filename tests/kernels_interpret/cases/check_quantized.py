@@ -88,7 +88,7 @@ def test_tokens_in_fp8(normed: bool, static: bool) -> None:
     codes, scales = quantize_tokens(x, packed, norm)
     want = x if norm is None else reference.rms_norm(x, *norm)
     fields = codes.float().view(3, -1, 32, 4).transpose(2, 3).reshape(3, -1)  # back into the order of the inputs
-    assert error(fields[:, :320] * scales, want) < 0.06  # the interpreter cuts off where devices round
+    assert error(fields[:, :320] * scales, want) < 0.08  # the interpreter cuts off where devices round
     assert not fields[:, 320:].any()
     assert (scales == 0.02).all() if static else error(scales[:, 0], want.abs().amax(1) / 448) < 1e-6
 
