@@ -1,11 +1,12 @@
 """Times of the products with quantised weights on one CUDA device, for the products of a layer of an 8B model.
 
-    python benchmarks/gpu/quantized.py OUT.json [few,many] [--tune] [--compile I/N]
+    python benchmarks/gpu/quantized.py OUT.json [few,many,kv] [--tune] [--compile I/N]
 
 Each figure is the median of seven replays of a captured graph that goes through several copies of the weight, in all
 larger than the cache; tokens and weights are random. `few`: the streaming kernels beside the library in bfloat16.
-`many`: widening and FP8 products. `--tune` tries launches and prints the best; with `--compile I/N` every N-th is
-only compiled, for a later run to find in Triton's cache. Limit: 4.3 TB/s of memory, measured on an H200.
+`many`: widening and FP8 products. `kv`: decode attention over pools in bfloat16 and FP8. `--tune` tries launches and
+prints the best; with `--compile I/N` every N-th is only compiled, for a later run to find in Triton's cache. Limit:
+4.3 TB/s of memory, measured on an H200.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
+from kernels import Step
 from torch.nn.functional import linear
 
-from octavo.kernels.gpu import norm
-from octavo.kernels.gpu.fp8 import multiply, quantize_tokens
+from octavo.attention.base import AttentionShape, KVPool
+from octavo.kernels.gpu import decode, norm
+from octavo.kernels.gpu.fp8 import multiply, multiply_then, quantize_tokens
 from octavo.kernels.gpu.quantized import Packed, Parts, launch_for, pack, quantized_linear, widen
 from octavo.kernels.gpu.quantized_tuned import Launch
 from octavo.kernels.quant import QuantWeight
 
 DEVICE = torch.device("cuda")
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-KINDS = {"int4": 128, "int8": 0, "fp8": 0}
+KINDS = {"int4": 64, "int8": 0, "fp8": 0}
 OUT: dict[str, dict[str, float | str]] = {}
 PART, PARTS = (
     (int(n) for n in sys.argv[sys.argv.index("--compile") + 1].split("/")) if "--compile" in sys.argv else (0, 0)
@@ -66,7 +69,7 @@ def report(name: str, seconds: float, nbytes: float, note: str = "") -> None:
 
 
 def weight(kind: str, outputs: int, inputs: int) -> QuantWeight:
-    """Random codes; int4 in groups of 128 with zeros, the others with one scale a row."""
+    """Random codes; int4 in groups of 64 with zeros, the others with one scale a row."""
     columns = KINDS[kind] or inputs
     shape = (outputs, inputs // columns)
     scales = (torch.rand(shape, device=DEVICE) + 0.5) / 500
@@ -87,37 +90,32 @@ def nbytes(packed: Packed) -> int:
 
 
 def launches(kind: str, tokens: int, tune: bool, packed: Packed) -> list[Launch]:
-    """What to try for so many tokens: the tuned launch first."""
-    known = launch_for(packed, tokens)
-    if not tune or tokens not in (1, 16, 32, 64):
-        return [known]
+    """What to try for so many tokens, or the tuned launch."""
+    if not tune:
+        return [launch_for(packed, tokens)]
     four = kind == "int4"
-    if tokens == 1:
-        tiles, stages, waves = ((64, 2), (32, 1), (128, 4)), (3, 4), (3.0, 6.0, 9.0)
-        if not four:
-            tiles, stages, waves = tiles[:2], (4,), (4.0, 8.0)
-        more = [Launch(64, 8, 2, 3, 6.0, four, 0), Launch(64, 8, 2, 3, 6.0, False, 8)]
-    elif tokens == 16:
-        tiles, stages, waves = ((64, 2), (32, 1)), (3,), (3.0, 6.0)
-        more = [Launch(64, 16, 2, 3, w, four, 8) for w in (3.0, 6.0)]
-    elif tokens == 32:
-        tiles, stages, waves, more = ((64, 2), (32, 1), (128, 4)), (3,), (2.0, 4.0), []
+    if tokens <= 8:
+        tiles, waves = (
+            ((64, 2), (32, 1), (128, 4)) if four else ((64, 2), (32, 1)),
+            (2.0, 4.0, 8.0) if four else (2.0, 4.0),
+        )
+    elif tokens <= 32:
+        tiles, waves = ((64, 2), (32, 1)) if tokens <= 16 else ((64, 2), (128, 4)), (2.0, 4.0) if four else (2.0,)
     else:
-        tiles, stages, waves, more = ((32, 1), (32, 2), (64, 4), (128, 8)), (3,), (1.0, 2.0), []
-    tried = [
-        Launch(o, max(8, tokens), w, s, v, four and tokens == 1, 8) for (o, w), s, v in product(tiles, stages, waves)
-    ]
-    return [known, *(launch for launch in [*tried, *more] if launch != known)]
+        tiles, waves = ((64, 4), (128, 8)), (1.0, 2.0) if four else (1.0,)
+    raw = four and tokens <= 16
+    return [Launch(o, max(8, tokens), w, 3, v, raw) for (o, w), v in product(tiles, waves)]
 
 
 def few(tune: bool) -> None:
     for name, (outputs, inputs) in LAYER.items():
-        for m in (1, 8, 16, 32, 64):
+        for m in (1, 16, 32, 64, 128):
             x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
             y = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
             plain(name, x, y)
             for kind in KINDS:
-                streamed(name, kind, x, y, tune)
+                if kind == "int4" or m <= 64:
+                    streamed(name, kind, x, y, tune)
 
 
 def plain(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -152,10 +150,10 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
             print(f"  {launch}: {str(error)[:80]}")
             continue
         cut = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages}"
-        shown = f"{cut},{launch.waves:.0f},{launch.raw:d},{launch.ahead}"
+        shown = f"{cut},{launch.waves:.0f},{launch.raw:d}"
         OUT[f"{name} {len(x)} {kind} {shown}"] = {"us": seconds * 1e6}
         found.append((seconds, shown))
-    notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in [found[0], *sorted(found)[:4]])
+    notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in sorted(found)[:4])
     report(f"{name} {len(x)} {kind}", min(found)[0], nbytes(one), notes)
 
 
@@ -165,7 +163,7 @@ def many() -> None:
         for kind in KINDS:
             widened(name, [pack(weight(kind, outputs, inputs)) for _ in range(3)])
         packed = [pack(weight("fp8", outputs, inputs)) for _ in range(3)]
-        for m in (64, 256, 2048, 8192):
+        for m in (64, 256, 2048):
             in_fp8(name, torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE), wide, packed)
 
 
@@ -177,12 +175,34 @@ def widened(name: str, copies: list[Packed]) -> None:
 def in_fp8(name: str, x: torch.Tensor, wide: list[torch.Tensor], packed: list[Packed]) -> None:
     """Products of many tokens in bfloat16 and FP8, and what makes the tokens FP8."""
     flops, m = 2 * len(x) * wide[0].numel(), len(x)
+    y = torch.zeros(m, len(wide[0]), dtype=torch.bfloat16, device=DEVICE)
     codes, scales = quantize_tokens(x, packed[0])
     plain_seconds = timed(lambda i: linear(x, wide[i]), 2)
     seconds = timed(lambda i: multiply(codes, scales, packed[i], None, torch.bfloat16), 3)
     report(f"{name} {m} bfloat16 product", plain_seconds, 0, f"{flops / plain_seconds / 1e12:.0f} TFLOP/s")
     report(f"{name} {m} fp8 product", seconds, 0, f"{flops / seconds / 1e12:.0f} TFLOP/s")
+    seconds = timed(lambda i: multiply_then(codes, scales, packed[i], None, y, False, torch.bfloat16), 3)
+    report(f"{name} {m} fp8 product, then scales", seconds, 0, f"{flops / seconds / 1e12:.0f} TFLOP/s")
     report(f"{name} {m} fp8 tokens", timed(lambda i: quantize_tokens(x, packed[i]), 3), 3 * x.numel())
+
+
+def kv(tune: bool) -> None:
+    """Decode attention of an 8B model's layer."""
+    shape = AttentionShape(32, 8, 128, 128**-0.5)
+    for batch, context in ((256, 2048), (32, 8192), (1, 8192)):
+        step = Step(shape, [(context, 1)] * batch, 16)
+        elements = batch * (context + 1) * 8 * 128 * 2
+        report(f"{batch} x {context} bfloat16", timed(lambda i: step.run(), 3), 2 * elements)  # noqa: B023
+        scales = torch.full((1, 2, 8), 0.02, device=DEVICE)
+        step.pool = KVPool(1, step.pool.num_blocks, 16, 8, 128, torch.bfloat16, DEVICE, scales)
+        step.pool.bits.random_(0, 120)
+        kept, found = decode.TUNED["fp8"], []
+        for choice in [kept, (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4), (32, 4, 4)] if tune else [kept]:
+            decode.TUNED["fp8"] = choice
+            found.append((timed(lambda i: step.run(), 3), str(choice)))  # noqa: B023
+        decode.TUNED["fp8"] = kept
+        notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in sorted(found))
+        report(f"{batch} x {context} fp8", min(found)[0], elements, notes)
 
 
 def main() -> None:
@@ -190,6 +210,8 @@ def main() -> None:
     what = sys.argv[2].split(",") if len(sys.argv) > 2 and not sys.argv[2].startswith("--") else ["few", "many"]
     if "few" in what:
         few("--tune" in sys.argv)
+    if "kv" in what:
+        kv("--tune" in sys.argv)
     if "many" in what:
         many()
     with open(sys.argv[1], "w") as file:

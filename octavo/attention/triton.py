@@ -39,6 +39,11 @@ def partials_for(shape: AttentionShape, items: int, rows: int, device: torch.dev
     return Partials.empty(items, rows, PREFIX_SPLITS, shape.heads, shape.head_dim, device)
 
 
+def scales(pool: KVPool, layer: int) -> Tensor | None:
+    """scales_2K of the keys and values of a layer in an FP8 pool."""
+    return None if pool.scales_L2K is None else pool.scales_L2K[layer]
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What one launch is made for: `tokens`, `lanes` rows, `items` decode items (0: no decode rows), `tiles` query
@@ -74,6 +79,7 @@ class TritonAttention:
         window=True,
         needs_host_lengths=False,
         graph_safe=True,
+        fp8_kv=True,
     )
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
@@ -102,8 +108,13 @@ class TritonAttention:
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: TritonPlan) -> Tensor:
         """Write k and v, attend; o_THD."""
-        reference.write_kv(pool.keys[layer], k_TKD, plan.slots_T)
-        reference.write_kv(pool.values[layer], v_TKD, plan.slots_T)
+        keys, values = pool.keys[layer], pool.values[layer]
+        if pool.scales_L2K is None:
+            reference.write_kv(keys, k_TKD, plan.slots_T)
+            reference.write_kv(values, v_TKD, plan.slots_T)
+        else:
+            reference.write_kv_fp8(keys, k_TKD, plan.slots_T, pool.scales_L2K[layer, 0])
+            reference.write_kv_fp8(values, v_TKD, plan.slots_T, pool.scales_L2K[layer, 1])
         return self._attend(layer, q_THD.contiguous(), pool, plan)
 
     def run_qkv(self, layer: int, qkv_TJD: Tensor, turning: Turning, pool: KVPool, plan: TritonPlan) -> Tensor:
@@ -111,9 +122,11 @@ class TritonAttention:
         keys, values = pool.keys[layer], pool.values[layer]
         if not plan.sizes.tiles and not plan.sizes.prefix:
             return self._attend(layer, qkv_TJD, pool, plan, turning=turning)
-        qk_TJD = norm_rotate_write(qkv_TJD, turning, plan.step.positions_T, plan.slots_T, keys, values)
+        qk_TJD = norm_rotate_write(
+            qkv_TJD, turning, plan.step.positions_T, plan.slots_T, keys, values, scales(pool, layer)
+        )
         own = None
-        if can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
+        if pool.scales_L2K is None and can_read_own(self.shape.head_dim, self._dtype, self.shape.window):
             own = qk_TJD, qkv_TJD
         return self._attend(layer, qk_TJD[:, : self.shape.heads], pool, plan, own)
 
@@ -128,20 +141,21 @@ class TritonAttention:
     ) -> Tensor:
         """The kernels that the plan's sizes ask for. `q_THD` is the whole qkv product with `turning`."""
         shape, sizes, step = self.shape, plan.sizes, plan.step
-        keys, values = pool.keys[layer], pool.values[layer]
+        keys, values, scales_2K = pool.keys[layer], pool.values[layer], scales(pool, layer)
         o_THD = torch.empty((len(q_THD), shape.heads, shape.head_dim), dtype=q_THD.dtype, device=q_THD.device)
         if sizes.items and plan.partials is not None:
             if sizes.prefix:
                 prefix_attention(
-                    q_THD, keys, values, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap, sizes.lanes
-                )
+                    q_THD, keys, values, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap, sizes.lanes,
+                    scales_2K,
+                )  # fmt: skip
             decode_attention(
                 q_THD, keys, values, o_THD, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap,
-                shape.window, sizes.lanes, sizes.items, sizes.prefix, turning,
+                shape.window, sizes.lanes, sizes.items, sizes.prefix, turning, scales_2K,
             )  # fmt: skip
         if sizes.tiles:
             prefill_attention(
                 q_THD, keys, values, own, o_THD, plan.tables_SM, step, shape.scale, shape.softcap, shape.window,
-                sizes.tiles,
+                sizes.tiles, scales_2K,
             )  # fmt: skip
         return o_THD

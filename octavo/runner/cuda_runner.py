@@ -160,7 +160,7 @@ class CudaRunner:
         self.memory: dict[str, int] = {}  # bytes by what the start has taken them for; see `octavo.runner.card`
         self.graphs = Graphs(device, not eager)
         self.set_pool(blocks)
-        self.host = HostBlocks(swap_blocks, self.pool.data)
+        self.host = HostBlocks(swap_blocks, self.pool.bits)
 
     def set_pool(self, blocks: int) -> None:
         """Allocate a KV pool of `blocks` blocks in place of the one there is."""
@@ -287,12 +287,12 @@ class CudaRunner:
     def _move_blocks(self, view: PlanView) -> None:
         """Swap-out, copies, swap-in, in this order, before anything is written."""
         if len(view.swap_out):
-            self.host.take(self.pool.data, self._on_device(view, "swap_out")[:, 0], view.swap_out[:, 1])
+            self.host.take(self.pool.bits, self._on_device(view, "swap_out")[:, 0], view.swap_out[:, 1])
         if len(view.copies):
             pairs = self._on_device(view, "copies")
             self.pool.copy_blocks(pairs[:, 0], pairs[:, 1])
         if len(view.swap_in):
-            self.host.give(self.pool.data, view.swap_in[:, 0], self._on_device(view, "swap_in")[:, 1])
+            self.host.give(self.pool.bits, view.swap_in[:, 0], self._on_device(view, "swap_in")[:, 1])
 
     def _on_device(self, view: PlanView, section: str) -> Tensor:
         """A section of pairs, which came with the plan's words."""

@@ -100,3 +100,46 @@ def test_functions_of_the_device(cases) -> None:
             r = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
             z = (x if kind == "fp8" else x[:, order]).double() @ wide.T + r.double()
             assert cases.error(adding(x, r), z) < limit
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (40, 40, 128)])
+def test_attention_over_an_fp8_pool(cases, heads: int, kv_heads: int, dim: int) -> None:
+    """Decode that turns and writes itself, prefill and shared prefix, against the oracle on what the pool holds."""
+    from octavo.attention.base import AttentionShape, KVPool
+    from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
+    from octavo.kernels.gpu.rope import Turning
+    from tests.kernels_interpret.cases.common import make_case
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
+    scales = torch.rand(1, 2, kv_heads, device=device) / 50 + 0.01
+    for decodes, chunks, shared in (
+        ([5, 700, 2000], [], 0),
+        ([70], [(0, 300), (512, 129)], 0),
+        ([512, 600], [], 448),
+    ):
+        cut = cut_for(shape, dtype, len(decodes), 132)
+        case = make_case(decodes, chunks, cut, device="cuda", shared=shared)
+        pool = KVPool(1, case.blocks + 1, 16, kv_heads, dim, dtype, device, scales)
+        pool.data.copy_((torch.randn(pool.data.shape, device=device) * 40).to(torch.float8_e4m3fn))
+        before = pool.data.clone()
+        tokens, lanes = sum(case.lengths), case.step.rows_CR.shape[1]
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+        rope = torch.zeros(3000, dim, device=device, dtype=dtype)
+        rope[:, : dim // 2] = 1.0  # no turn
+        tiles = sum(-(-n // cut.tile) for _, n in chunks)
+        sizes = Sizes(tokens, lanes, len(case.step.items_I8), tiles, shared > 0)
+        partials = partials_for(shape, len(case.step.items_I8), lanes, device)
+        plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T[:tokens], partials)
+        got = TritonAttention(shape, dtype).run_qkv(0, qkv, Turning(None, rope), pool, plan)
+        slots = case.step.slots_T[:tokens].long()
+        keys, values = before[0, 0], before[0, 1]
+        reference.write_kv_fp8(keys, qkv[:, heads : heads + kv_heads], slots, scales[0, 0])
+        reference.write_kv_fp8(values, qkv[:, heads + kv_heads :], slots, scales[0, 1])
+        assert torch.equal(pool.data[:, :, 1:].view(torch.uint8), before[:, :, 1:].view(torch.uint8))
+        wide = [reference.read_fp8(before[0, i], scales[0, i]).double() for i in (0, 1)]
+        ends = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
+        want = reference.paged_attention(
+            qkv[:, :heads].double(), *wide, case.tables_SM[case.rows], case.lengths, ends, shape.scale
+        )[0]
+        assert cases.error(got, want) < 1e-2

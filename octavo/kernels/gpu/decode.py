@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.kernels.gpu.launch import LINE, ask_for, await_turn, early, let_in
 from octavo.kernels.gpu.linear import FEW_TOKENS
-from octavo.kernels.gpu.rope import Turning, turn
+from octavo.kernels.gpu.rope import Turning, in_fp8, turn
 from octavo.kernels.gpu.step import (
     I_FROM,
     I_LANE,
@@ -37,8 +37,9 @@ from octavo.kernels.gpu.step import (
 )
 
 LOG2_E = 1.4426950408889634
-# Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32.
-TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2)}
+# Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32, and for
+# FP8 pools where the tokens have 2 bytes and head dims are up to 128.
+TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (64, 4, 3)}
 _FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
 _NEG = tl.constexpr(-1.0e30)
 
@@ -76,12 +77,18 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def scaled_for(q, scale):
+    """Queries for keys in FP8 with this scale, in a type that holds both: float16, which e4m3 widens to at once."""
+    return (q.to(tl.float32) * scale).to(tl.float32 if q.dtype == tl.float32 else tl.float16)
+
+
+@triton.jit
 def _decode(
-    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, NORM, ROPE, R, M, first, q_stride, scale, eps,
-    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, NORM, ROPE, SCALES, R, M, first, q_stride, scale,
+    eps, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
     GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_in(EARLY)  # items and tables lie behind a kernel of torch's, the embedding
     head = tl.program_id(0)
@@ -112,15 +119,20 @@ def _decode(
         q = turned.to(Q.dtype.element_ty)
         if hi == length:
             _write_own(
-                Q + lane * q_stride, NORM, angle, KEYS, VALUES, table, length - 1, head, eps, H, K, D, BD, S, NORMED
-            )
+                Q + lane * q_stride, NORM, angle, KEYS, VALUES, SCALES, table, length - 1, head, eps, H, K, D, BD, S,
+                NORMED, FP8,
+            )  # fmt: skip
     else:
         q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
+    if FP8:
+        q = scaled_for(q, tl.load(SCALES + head))
     m, total, acc = _over_keys(
         q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION
     )  # fmt: skip
     seen = total > 0.0  # an item behind the window sees nothing
     acc = acc / tl.where(seen, total, 1.0)[:, None]
+    if FP8:
+        acc *= tl.load(SCALES + K + head)
     if (parts == 1) & (PREFIX == 0):
         out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
@@ -153,6 +165,9 @@ def _over_keys(
         inside = ok[:, None] & (d < D)[None, :]
         k = tl.load(KEYS + at, mask=inside, other=0.0)
         v = tl.load(VALUES + at, mask=inside, other=0.0)
+        if KEYS.dtype.element_ty == tl.float8e4nv:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, SOFTCAP)
         s = tl.where(ok[None, :], s, _NEG)
         top = tl.maximum(m, tl.max(s, 1))
@@ -181,8 +196,9 @@ def _ask_for_keys(
 
 @triton.jit
 def _write_own(
-    X, NORM, angle, KEYS, VALUES, table, position, head, eps,
+    X, NORM, angle, KEYS, VALUES, SCALES, table, position, head, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, NORMED: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Key and value of the row's own token into the pool, before this program reads them there."""
     one = tl.arange(0, 1)
@@ -191,7 +207,11 @@ def _write_own(
     v = tl.load(X + (H + K + head + one)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     block = tl.load(table + position // S).to(tl.int64)
     at = ((block * K + head) * S + position % S) * D + one[:, None] + d[None, :]
-    tl.store(KEYS + at, k.to(KEYS.dtype.element_ty), mask=(d < D)[None, :])
+    k = k.to(X.dtype.element_ty)
+    if FP8:
+        k = in_fp8(k, tl.load(SCALES + head))
+        v = in_fp8(v, tl.load(SCALES + K + head))
+    tl.store(KEYS + at, k, mask=(d < D)[None, :])
     tl.store(VALUES + at, v, mask=(d < D)[None, :])
     tl.debug_barrier()
 
@@ -246,27 +266,31 @@ def decode_attention(
     items: int,
     prefix: bool,
     turning: Turning | None = None,
+    scales_2K: Tensor | None = None,
 ) -> None:
     """Attention of the step's decode rows into `out_THD`, launched for `lanes` rows and `items` items.
 
     With `prefix`, the first `meta[M_PREFIX]` keys of all rows have been attended to by `prefix_attention`. With
     `turning`, `q_THD` is the qkv product as it is, and the kernel does the part of `norm_rotate_write` itself.
+    `scales_2K`: those of an FP8 pool.
     """
     heads, dim = out_THD.shape[1:]
     kv_heads, block_size = keys_NKSD.shape[1:3]
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
-    block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else "half"]
-    lines = triton.next_power_of_2(triton.cdiv(dim * q_THD.element_size(), LINE.value))
+    half = "half" if scales_2K is None else "fp8"
+    block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else half]
+    lines = triton.next_power_of_2(triton.cdiv(dim * keys_NKSD.element_size(), LINE.value))
     first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)
+    turned = turning is not None
     _decode[(kv_heads, items)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
         step.meta, step.items_I8, tables_SM if turning is None else turning.weight,
-        tables_SM if turning is None else turning.rope_PD, rows, tables_SM.shape[1], first, q_THD.stride(0),
-        scale * LOG2_E, 0.0 if turning is None else turning.eps, heads, kv_heads, group, padded, dim, width,
-        block_size, block, softcap, window, partials.prefix_splits if prefix else 0, triton.next_power_of_2(group),
-        16 if lanes <= _FEW else 4, turning is not None, turning is not None and turning.norm is not None,
-        precision_of(q_THD), lines if pdl and lanes <= FEW_TOKENS else 0, pdl, num_warps=warps, num_stages=stages,
-        launch_pdl=pdl,
+        tables_SM if turning is None else turning.rope_PD, tables_SM if scales_2K is None else scales_2K, rows,
+        tables_SM.shape[1], first, q_THD.stride(0), scale * LOG2_E, 0.0 if turning is None else turning.eps, heads,
+        kv_heads, group, padded, dim, width, block_size, block, softcap, window,
+        partials.prefix_splits if prefix else 0, triton.next_power_of_2(group), 16 if lanes <= _FEW else 4, turned,
+        turning is not None and turning.norm is not None, precision_of(q_THD), scales_2K is not None,
+        lines if pdl and lanes <= FEW_TOKENS else 0, pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of
+from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of, scaled_for
 from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.step import (
     C_KEYS,
@@ -88,6 +88,9 @@ def _over_pool(
         else:
             k = tl.load(KEYS + at[None, :] + d[:, None])
             v = tl.load(VALUES + at[:, None] + d[None, :])
+        if KEYS.dtype.element_ty == tl.float8e4nv:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         seen = ok[None, :]
         if MASKED:
             seen = seen & (n[None, :] <= position[:, None])
@@ -144,10 +147,10 @@ def _over_own(
 
 @triton.jit
 def _prefill(
-    Q, KEYS, VALUES, OWN_KEYS, OWN_VALUES, OUT, TABLES, META, ROWS, TILES, R, M, tiles_cap, q_stride, scale,
+    Q, KEYS, VALUES, OWN_KEYS, OWN_VALUES, OUT, TABLES, META, ROWS, TILES, SCALES, R, M, tiles_cap, q_stride, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    OWN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    OWN: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     in_turn(EARLY)
     tile = tl.program_id(1)
@@ -166,6 +169,8 @@ def _prefill(
     ok = ((t < tokens) & (i % GP < G))[:, None] & (d < D)[None, :]
     token = (first + t).to(tl.int64)
     q = tl.load(Q + (token * q_stride + heads * D)[:, None] + d[None, :], mask=ok, other=0.0)
+    if FP8:
+        q = scaled_for(q, tl.load(SCALES + head))
     before = end - tokens  # keys of earlier steps
     table = TABLES + tl.load(ROWS + C_ROW * R + lane).to(tl.int64) * M
     m = tl.full([BM], _NEG, tl.float32)
@@ -194,15 +199,17 @@ def _prefill(
             BM // GP, BN, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8:
+        acc *= tl.load(SCALES + K + head)
     tl.store(OUT + ((token * H + heads) * D)[:, None] + d[None, :], acc.to(OUT.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _prefix(
-    Q, KEYS, VALUES, PART, LSE, TABLES, META, ROWS, R, M, q_stride, first, scale,
+    Q, KEYS, VALUES, PART, LSE, TABLES, META, ROWS, SCALES, R, M, q_stride, first, scale,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     in_turn(EARLY)
     head = tl.program_id(0)
@@ -223,6 +230,8 @@ def _prefix(
     heads = head * G + g
     inside = ok[:, None] & (d < D)[None, :]
     q = tl.load(Q + (lane.to(tl.int64) * q_stride + heads * D)[:, None] + d[None, :], mask=inside, other=0.0)
+    if FP8:
+        q = scaled_for(q, tl.load(SCALES + head))
     table = TABLES + tl.load(ROWS + C_ROW * R).to(tl.int64) * M
     m = tl.full([BM], _NEG, tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -240,6 +249,8 @@ def _prefix(
     place = (first + split * R + lane).to(tl.int64) * H + heads
     lse = tl.where(total > 0.0, m + tl.log2(total), -float("inf"))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8:
+        acc *= tl.load(SCALES + K + head)
     tl.store(PART + place[:, None] * D + d[None, :], acc, mask=inside)
     tl.store(LSE + place, lse, mask=ok)
 
@@ -267,11 +278,13 @@ def prefill_attention(
     softcap: float,
     window: int,
     tiles: int,
+    scales_2K: Tensor | None = None,
 ) -> None:
     """Attention of the step's host-fed rows into `out_THD`, launched for `tiles` tiles of `tile_tokens` tokens.
 
     `own`: (rotated q and k [T, H + K, D], the qkv product [T, H + 2K, D]) of the step. With it the keys and values of
-    the step itself are read from there, in wide copies that know no blocks.
+    the step itself are read from there, in wide copies that know no blocks. `scales_2K`: those of an FP8 pool, which
+    is then the only place that keys and values are read from.
     """
     sizes, precision, launch = _sizes(q_THD, keys_NKSD, "half" if own is None else "own")
     keys: Any = q_THD
@@ -280,8 +293,9 @@ def prefill_attention(
         keys, values = (_descriptor(x_TJD.flatten(1), sizes[8], sizes[4]) for x_TJD in own)
     _prefill[(sizes[1], tiles)](
         q_THD, keys_NKSD, values_NKSD, keys, values, out_THD, tables_SM, step.meta, step.rows_CR, step.tiles_2Q,
-        step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1], q_THD.stride(0), scale * LOG2_E, *sizes,
-        softcap, window, own is not None, precision, early(q_THD), launch_pdl=early(q_THD), **launch,
+        q_THD if scales_2K is None else scales_2K, step.rows_CR.shape[1], tables_SM.shape[1], step.tiles_2Q.shape[1],
+        q_THD.stride(0), scale * LOG2_E, *sizes, softcap, window, own is not None, scales_2K is not None, precision,
+        early(q_THD), launch_pdl=early(q_THD), **launch,
     )  # fmt: skip
 
 
@@ -304,6 +318,7 @@ def prefix_attention(
     scale: float,
     softcap: float,
     lanes: int,
+    scales_2K: Tensor | None = None,
 ) -> None:
     """All decode rows over the keys that they share (`meta[M_PREFIX]` of them) into the prefix part of `partials`."""
     sizes, precision, launch = _sizes(q_THD, keys_NKSD, "prefix")
@@ -311,6 +326,7 @@ def prefix_attention(
     grid = (sizes[1], triton.cdiv(lanes * sizes[3], sizes[7]), splits)
     _prefix[grid](
         q_THD, keys_NKSD, values_NKSD, partials.o_UHD, partials.lse_UH, tables_SM, step.meta, step.rows_CR,
-        rows, tables_SM.shape[1], q_THD.stride(0), partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes,
-        softcap, splits, precision, early(q_THD), launch_pdl=early(q_THD), **launch,
+        q_THD if scales_2K is None else scales_2K, rows, tables_SM.shape[1], q_THD.stride(0),
+        partials.o_UHD.shape[0] - splits * rows, scale * LOG2_E, *sizes, softcap, splits,
+        scales_2K is not None, precision, early(q_THD), launch_pdl=early(q_THD), **launch,
     )  # fmt: skip

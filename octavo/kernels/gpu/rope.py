@@ -62,10 +62,16 @@ def turn(X, NORM, ANGLE, h, turned, eps, D: tl.constexpr, BD: tl.constexpr, NORM
 
 
 @triton.jit
+def in_fp8(x, scale):
+    """x / scale in e4m3, clamped to its range; `scale` fits x."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
 def _norm_rotate_write(
-    QKV, NORM, ROPE, POSITION, SLOT, Q, KEYS, VALUES, eps,
+    QKV, NORM, ROPE, POSITION, SLOT, Q, KEYS, VALUES, SCALES, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HB: tl.constexpr,
-    NORMED: tl.constexpr, EARLY: tl.constexpr,
+    NORMED: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     in_turn(EARLY)
     t = tl.program_id(0).to(tl.int64)
@@ -82,8 +88,11 @@ def _norm_rotate_write(
     slot = tl.load(SLOT + t).to(tl.int64)
     head = tl.where(turned, h - H, h - H - K)
     at = ((slot // S * K + head) * S + slot % S)[:, None] * D + d[None, :]
-    tl.store(KEYS + at, out, mask=ok & ((h >= H) & turned)[:, None])
-    tl.store(VALUES + at, out, mask=ok & (h >= H + K)[:, None])
+    kept = out
+    if FP8:  # scales are those of keys, then those of values, as the heads here
+        kept = in_fp8(out, tl.load(SCALES + h - H, mask=h >= H, other=1.0)[:, None])
+    tl.store(KEYS + at, kept, mask=ok & ((h >= H) & turned)[:, None])
+    tl.store(VALUES + at, kept, mask=ok & (h >= H + K)[:, None])
 
 
 def norm_rotate_write(
@@ -93,8 +102,12 @@ def norm_rotate_write(
     slots_T: Tensor,
     keys_NKSD: Tensor,
     values_NKSD: Tensor,
+    scales_2K: Tensor | None = None,
 ) -> Tensor:
-    """`reference.norm_rotate_write` on the qkv product as it is; rotated q and k side by side [T, H + K, D]."""
+    """`reference.norm_rotate_write` on the qkv product as it is; rotated q and k side by side [T, H + K, D].
+
+    `scales_2K`: those of the layer's keys and values in an FP8 pool (`KVPool.scales_L2K`).
+    """
     tokens, heads, dim = qkv_TJD.shape
     kv_heads, block_size = keys_NKSD.shape[1:3]
     q_heads = heads - 2 * kv_heads
@@ -102,8 +115,8 @@ def norm_rotate_write(
     width = triton.next_power_of_2(dim)
     group = min(triton.next_power_of_2(heads), max(1, (1024 if tokens < _MANY else 4096) // width))
     _norm_rotate_write[(tokens, triton.cdiv(heads, group))](
-        qkv_TJD, turning.weight, turning.rope_PD, positions_T, slots_T, qk_TJD, keys_NKSD, values_NKSD, turning.eps,
-        q_heads, kv_heads, dim, width, block_size, group, turning.norm is not None, early(qkv_TJD), num_warps=4,
-        launch_pdl=early(qkv_TJD),
+        qkv_TJD, turning.weight, turning.rope_PD, positions_T, slots_T, qk_TJD, keys_NKSD, values_NKSD,
+        qkv_TJD if scales_2K is None else scales_2K, turning.eps, q_heads, kv_heads, dim, width, block_size, group,
+        turning.norm is not None, scales_2K is not None, early(qkv_TJD), num_warps=4, launch_pdl=early(qkv_TJD),
     )  # fmt: skip
     return qk_TJD

@@ -199,3 +199,44 @@ def test_plan_and_run_of_the_protocol() -> None:
     pool = pool_for(case, 2, 16)
     got = backend.run(0, q, k, v, pool, backend.plan(batch, 16))
     assert error(got, expected(case, q, pool, shape)) < 1e-5
+
+
+def in_fp8(case: Case, kv_heads: int, dim: int) -> tuple[KVPool, KVPool]:
+    """An FP8 pool with scales per head, and what it stands for."""
+    scales = torch.rand(1, 2, kv_heads) / 50 + 0.01
+    pool = KVPool(1, case.blocks + 1, 16, kv_heads, dim, torch.float32, scales_L2K=scales)
+    wide = KVPool(1, case.blocks + 1, 16, kv_heads, dim, torch.float32)
+    pool.data.copy_((torch.randn(pool.data.shape) * 40).to(torch.float8_e4m3fn))
+    for part, like in ((pool.keys[0], wide.keys[0]), (pool.values[0], wide.values[0])):
+        like.copy_(reference.read_fp8(part, scales[0, 0 if part is pool.keys[0] else 1]))
+    return pool, wide
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_fp8_pool(heads: int, kv_heads: int, dim: int) -> None:
+    torch.manual_seed(8)
+    shape = AttentionShape(heads, kv_heads, dim, 0.3)
+    cut = Cut(5, 32, 32, 8)
+    for decodes, chunks, shared in (([0, 100, 31], [], 0), ([33], [(20, 12), (0, 5)], 0), ([70, 80], [], 64)):
+        case = make_case(decodes, chunks, cut, shared=shared)
+        pool, wide = in_fp8(case, kv_heads, dim)
+        q = torch.randn(sum(case.lengths), heads, dim)
+        got = attend(case, q, pool, TritonAttention(shape, torch.float32), cut, shared > 0)
+        assert error(got, expected(case, q, wide, shape)) < 1e-5
+
+
+def test_writes_to_an_fp8_pool() -> None:
+    torch.manual_seed(9)
+    heads, kv_heads, dim = 6, 2, 16
+    case = make_case([5, 40], [(3, 6)], Cut(4, 16, 16, 4))
+    pool, _ = in_fp8(case, kv_heads, dim)
+    want = pool.data.clone()
+    qkv, rope = torch.randn(sum(case.lengths), heads + 2 * kv_heads, dim), torch.zeros(64, dim)
+    rope[:, : dim // 2] = 1.0  # no turn, so that rounding is all that differs
+    scales = pool.scales_L2K[0]
+    args = case.step.positions_T, case.step.slots_T, pool.keys[0], pool.values[0], scales
+    norm_rotate_write(qkv, Turning(None, rope), *args)
+    reference.write_kv_fp8(want[0, 0], qkv[:, heads : heads + kv_heads], case.step.slots_T.long(), scales[0])
+    reference.write_kv_fp8(want[0, 1], qkv[:, heads + kv_heads :], case.step.slots_T.long(), scales[1])
+    got, want = pool.data.float(), want.float()
+    assert error(got, want) < 0.05  # the interpreter cuts off where devices round
