@@ -38,8 +38,9 @@ from octavo.kernels.gpu.step import (
 
 LOG2_E = 1.4426950408889634
 # Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32, and for
-# FP8 pools where the tokens have 2 bytes and head dims are up to 128.
-TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (64, 4, 3)}
+# FP8 pools where the tokens have 2 bytes and head dims are up to 128, with few rows and with many.
+TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (128, 4, 3), "many fp8": (64, 2, 4)}
+_MANY = 64  # rows from which there are many
 _FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
 _NEG = tl.constexpr(-1.0e30)
 
@@ -130,9 +131,7 @@ def _decode(
         q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION
     )  # fmt: skip
     seen = total > 0.0  # an item behind the window sees nothing
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
-    if FP8:
-        acc *= tl.load(SCALES + K + head)
+    acc = acc / tl.where(seen, total, 1.0)[:, None] * (tl.load(SCALES + K + head) if FP8 else 1.0)
     if (parts == 1) & (PREFIX == 0):
         out = OUT + (lane * H + heads)[:, None] * D + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=wanted)
@@ -279,7 +278,7 @@ def decode_attention(
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
-    half = "half" if scales_2K is None else "fp8"
+    half = "half" if scales_2K is None else "fp8" if lanes < _MANY else "many fp8"
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else half]
     lines = triton.next_power_of_2(triton.cdiv(dim * keys_NKSD.element_size(), LINE.value))
     first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)

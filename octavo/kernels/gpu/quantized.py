@@ -263,6 +263,44 @@ def _finished(
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _multiply(
+    p, acc, total, X, m, T, KI, u, scales, zeros, zero,
+    KIND: tl.constexpr, SLICES: tl.constexpr, W: tl.constexpr, NG: tl.constexpr, ZEROED: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add block u of the product; `total` is the sum of tokens over the group that is not finished."""
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    LONG: tl.constexpr = SLICES // NG if NG > 0 else SLICES  # slices of a group
+    part = tl.zeros(acc.shape, tl.float32)
+    for s in tl.static_range(SLICES):
+        k = (u * SLICES + s) * W + tl.arange(0, W)
+        x = tl.load(
+            X + m.to(tl.int64)[None, :] * KI + k[:, None], mask=(m < T)[None, :] & (EVEN or (k < KI)[:, None]),
+            other=0.0,
+        )  # fmt: skip
+        if RAW:
+            total = tl.dot(tl.full(p.shape, 1.0, DTYPE), x, total, input_precision=PRECISION)
+        if NG == 0:
+            acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
+        else:
+            z = _column(zeros, s // LONG, NG) if ZEROED else zero
+            part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
+            if s % LONG == LONG - 1:
+                if RAW:
+                    part -= total * (z + _above(DTYPE, ASM))
+                    total = tl.zeros(acc.shape, tl.float32)
+                acc += part * _column(scales, s // LONG, NG)
+                part = tl.zeros(acc.shape, tl.float32)
+    return acc, total
+
+
+@triton.constexpr_function
+def _above(dtype: tl.dtype, asm: bool) -> float:
+    """What RAW fields hold beside the code."""
+    return 1024.0 if asm and dtype == tl.float16 else 128.0
+
+
 @triton.jit(do_not_specialize=["T"])
 def _products(
     X, WORDS, SCALES, ZEROS, BIAS, OUT, PART, COUNT, T, N, KI, width, blocks, per,
@@ -273,9 +311,6 @@ def _products(
 ):  # fmt: skip
     SLICES: tl.constexpr = 8 if KIND == "int4" else 4
     W: tl.constexpr = BK // SLICES
-    LONG: tl.constexpr = SLICES // NG if NG > 0 else SLICES  # slices of a group
-    DTYPE: tl.constexpr = X.dtype.element_ty
-    ABOVE: tl.constexpr = 1024.0 if ASM and DTYPE == tl.float16 else 128.0
     r = tl.arange(0, BN)
     m = tl.program_id(2) * MB + tl.arange(0, MB)
     rows = N
@@ -289,16 +324,12 @@ def _products(
     lo = tl.program_id(1) * per
     hi = tl.minimum(lo + per, blocks)
     acc = tl.zeros([BN, MB], tl.float32)
-    total = tl.zeros([BN, MB], tl.float32)  # of the tokens, over a group
-    one = tl.full([BN, W], 1.0, DTYPE)
+    total = tl.zeros([BN, MB], tl.float32)
     zero = tl.full([BN, 1], IMPLIED, tl.float32)
-    scales = zero
-    zeros = zero
-    if NG > 0:
-        scales = _facts(SCALES, lo, n, ok, rows, blocks, NG, ROWS, EVEN)
-        zeros = _facts(ZEROS, lo, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else scales
-    elif ZEROED:
+    if NG == 0 and ZEROED:
         zero = _column(_facts(ZEROS, 0, n, ok, rows, blocks, 1, 1, EVEN), 0, 1)
+    scales = _facts(SCALES, lo, n, ok, rows, blocks, NG, ROWS, EVEN) if NG > 0 else zero
+    zeros = _facts(ZEROS, lo, n, ok, rows, blocks, NG, 1, EVEN) if NG > 0 and ZEROED else zero
     in_turn(EARLY)
     for u in range(lo, hi):
         p = _tile(WORDS, u, n, ok, rows, width, W, KIND, EVEN)
@@ -307,30 +338,14 @@ def _products(
         if NG > 0:  # those of the next block are on their way while this one is multiplied
             v = tl.minimum(u + 1, hi - 1)
             scales = _facts(SCALES, v, n, ok, rows, blocks, NG, ROWS, EVEN)
-            zeros = _facts(ZEROS, v, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else scales
-        part = tl.zeros([BN, MB], tl.float32)
-        for s in tl.static_range(SLICES):
-            k = u * BK + s * W + tl.arange(0, W)
-            x = tl.load(
-                X + m.to(tl.int64)[None, :] * KI + k[:, None], mask=(m < T)[None, :] & (EVEN or (k < KI)[:, None]),
-                other=0.0,
-            )  # fmt: skip
-            if RAW:
-                total = tl.dot(one, x, total, input_precision=PRECISION)
-            if NG == 0:
-                acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
-            else:
-                z = _column(zeros_now, s // LONG, NG) if ZEROED else zero
-                part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
-                if s % LONG == LONG - 1:
-                    if RAW:
-                        part -= total * (z + ABOVE)
-                        total = tl.zeros([BN, MB], tl.float32)
-                    acc += part * _column(scales_now, s // LONG, NG)
-                    part = tl.zeros([BN, MB], tl.float32)
+            zeros = _facts(ZEROS, v, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else zeros
+        acc, total = _multiply(
+            p, acc, total, X, m, T, KI, u, scales_now, zeros_now, zero, KIND, SLICES, W, NG, ZEROED, EVEN, ASM, RAW,
+            PRECISION,
+        )  # fmt: skip
     if NG == 0:
         if RAW:
-            acc -= total * (zero + ABOVE)
+            acc -= total * (zero + _above(X.dtype.element_ty, ASM))
         acc *= tl.load(SCALES + n, mask=ok, other=0.0).to(tl.float32)[:, None]
     last = SPLIT - 1
     if SPLIT > 1:

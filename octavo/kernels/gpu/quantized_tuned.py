@@ -29,24 +29,24 @@ class Launch:
 
 TUNED: dict[str, dict[int, Launch]] = {
     "int4": {
-        8: Launch(64, 8, 2, 3, 6.0, True),
-        16: Launch(64, 16, 2, 3, 4.0),
-        32: Launch(64, 32, 2, 3, 3.0),
-        64: Launch(128, 64, 8, 3, 1.0),
+        8: Launch(64, 8, 2, 3, 8.0, True),
+        16: Launch(64, 16, 2, 3, 4.0, True),
+        32: Launch(64, 32, 2, 3, 4.0),
+        64: Launch(64, 64, 4, 3, 2.0),
+        128: Launch(128, 128, 8, 3, 1.0),
     },
     "int8": {
-        8: Launch(64, 8, 2, 4, 6.0),
-        16: Launch(64, 16, 2, 4, 4.0),
-        32: Launch(64, 32, 2, 3, 3.0),
-        64: Launch(64, 64, 4, 3, 1.0),
+        8: Launch(64, 8, 2, 3, 4.0),
+        16: Launch(64, 16, 2, 3, 2.0),
+        32: Launch(128, 32, 4, 3, 2.0),
+        64: Launch(128, 64, 8, 3, 1.0),
     },
     "fp8": {
-        8: Launch(64, 8, 2, 4, 6.0),
-        16: Launch(64, 16, 2, 4, 4.0),
-        32: Launch(64, 32, 2, 3, 3.0),
-        64: Launch(64, 64, 4, 3, 1.0),
+        8: Launch(64, 8, 2, 3, 4.0),
+        16: Launch(64, 16, 2, 3, 2.0),
+        32: Launch(128, 32, 4, 3, 2.0),
     },
 }
 
-MOST_TOKENS = {"int4": 64, "int8": 64, "fp8": 16}
+MOST_TOKENS = {"int4": 128, "int8": 64, "fp8": 16}
 """beyond these, the weight is widened and left to the library, or, FP8, multiplied by it as it is"""

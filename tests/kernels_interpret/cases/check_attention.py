@@ -11,6 +11,7 @@ from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for,
 from octavo.kernels import reference
 from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 from octavo.kernels.gpu.step import Cut
+from tests.kernels_interpret.cases.check_quantized import same_codes
 from tests.kernels_interpret.cases.common import Case, error, make_case
 
 HEADS = [(4, 4, 16), (6, 2, 16), (8, 2, 24)]
@@ -238,5 +239,4 @@ def test_writes_to_an_fp8_pool() -> None:
     norm_rotate_write(qkv, Turning(None, rope), *args)
     reference.write_kv_fp8(want[0, 0], qkv[:, heads : heads + kv_heads], case.step.slots_T.long(), scales[0])
     reference.write_kv_fp8(want[0, 1], qkv[:, heads + kv_heads :], case.step.slots_T.long(), scales[1])
-    got, want = pool.data.float(), want.float()
-    assert error(got, want) < 0.05  # the interpreter cuts off where devices round
+    assert same_codes(pool.data.float(), want.float())

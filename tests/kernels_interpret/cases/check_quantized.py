@@ -15,6 +15,12 @@ from octavo.kernels.gpu.quantized_tuned import Launch
 from octavo.kernels.quant import QuantWeight
 from tests.kernels_interpret.cases.common import error
 
+
+def same_codes(got: Tensor, want: Tensor) -> bool:
+    """Whether FP8 values are equal; the interpreter loses the carry of what is rounded up to a power of two."""
+    return bool(((got == want) | (torch.frexp(want)[0].abs() == 0.5)).all())
+
+
 FORMS = [
     ("int4", 128, True), ("int4", 128, False), ("int4", 64, True), ("int4", 32, True), ("int4", 0, False),
     ("int4", 0, True), ("int8", 128, True), ("int8", 32, False), ("int8", 0, False), ("fp8", 0, False),
@@ -45,8 +51,9 @@ def random_weight(
 
 
 @pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
-@pytest.mark.parametrize(("outputs", "inputs", "split"), [(64, 256, 1), (80, 384, 2)])
-def test_product(kind: str, columns: int, zeroed: bool, outputs: int, inputs: int, split: int) -> None:
+def test_product(kind: str, columns: int, zeroed: bool) -> None:
+    """Half of the forms with all of a tile and one program for it, half with ragged edges and two programs."""
+    outputs, inputs, split = ((64, 256, 1), (80, 384, 2))[FORMS.index((kind, columns, zeroed)) % 2]
     torch.manual_seed(1)
     weight = random_weight(kind, columns, zeroed, outputs, inputs)
     assert can_pack(weight)
@@ -88,9 +95,9 @@ def test_tokens_in_fp8(normed: bool, static: bool) -> None:
     codes, scales = quantize_tokens(x, packed, norm)
     want = x if norm is None else reference.rms_norm(x, *norm)
     fields = codes.float().view(3, -1, 32, 4).transpose(2, 3).reshape(3, -1)  # back into the order of the inputs
-    assert error(fields[:, :320] * scales, want) < 0.08  # the interpreter cuts off where devices round
     assert not fields[:, 320:].any()
     assert (scales == 0.02).all() if static else error(scales[:, 0], want.abs().amax(1) / 448) < 1e-6
+    assert same_codes(fields[:, :320], (want / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -13,9 +13,11 @@ from octavo.types import SamplingParams
 from tests.engine.tiny import VOCAB, TinyEngine, tiny_decoder
 
 
-def on_kernels(engine: TinyEngine, budget: int, seqs: int, max_len: int) -> TinyEngine:
-    """The same engine with its runner exchanged."""
+def on_kernels(engine: TinyEngine, budget: int, seqs: int, max_len: int, fp8: bool = False) -> TinyEngine:
+    """The same engine with its runner exchanged; `fp8`: and its KV cache."""
     decoder = tiny_decoder(torch.float32)
+    if fp8:
+        decoder.kv_scales_L2K = torch.full((len(decoder.spec.layers), 2, decoder.spec.kv_heads), 0.02)
     decoder.backends = {0: TritonAttention(decoder.backend._shape, torch.float32)}  # type: ignore[attr-defined]
     runner = CudaRunner(
         decoder, blocks=engine.runner.pool.num_blocks, block_size=engine.runner.block_size, rows=seqs,
@@ -77,3 +79,17 @@ def test_sequences_that_gave_way_come_back_from_the_host() -> None:
         engines.append(engine)
     assert engines[1].scheduler.stats.swapped_in_tokens > 0
     assert engines[1].tokens == engines[0].tokens
+
+
+def test_with_the_kv_cache_in_fp8() -> None:
+    """Not the tokens of a plain cache, since the interpreter rounds wrongly, but every request comes to its end."""
+    size = {"budget": 24, "seqs": 6, "max_len": 96}
+    engine = on_kernels(
+        TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size), **size, fp8=True
+    )
+    for i, (ids, params) in enumerate(requests()):
+        engine.submit(i, ids, params)
+    engine.run()
+    assert engine.loop.runner.pool.data.dtype == torch.float8_e4m3fn  # type: ignore[attr-defined]
+    assert {request for request, _ in engine.tokens} == set(range(len(requests())))
+    assert set(engine.reasons.values()) <= {"stop", "length"}
