@@ -168,6 +168,7 @@ def build_cuda(
     if kv is not None:
         kv.give(decoder)
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what quantising and repacking needed for a moment, which is no part of a step
     timeline.mark("weights")
     runner = CudaRunner(
         decoder, blocks=1, block_size=wish.block_size, rows=wish.max_num_seqs, max_len=wish.max_model_len,

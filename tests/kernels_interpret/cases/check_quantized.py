@@ -112,5 +112,13 @@ def test_what_follows_a_product_in_fp8(gated: bool) -> None:
     assert scaled(y, tokens, packed, None, None, gated).shape == want.shape
 
 
+@pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
+def test_packing_takes_no_more_memory(kind: str, columns: int, zeroed: bool) -> None:
+    weight = random_weight(kind, columns, zeroed, 128, 896)
+    packed = pack(weight)
+    held = (packed.words, packed.scales, packed.zeros)
+    assert sum(tensor.nbytes for tensor in held if tensor is not None) <= 1.03 * weight.nbytes
+
+
 def test_what_it_cannot_read() -> None:
     assert not can_pack(random_weight("int4", 16, False, 32, 64))
