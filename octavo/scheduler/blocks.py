@@ -56,7 +56,7 @@ class BlockPool:
             invariant(False, f"{count} blocks taken of {self.free} free")
         popleft = self._queue.popleft
         out = [popleft() for _ in range(count)]
-        if self._stale_entries:
+        if self._stale_entries and any(map(self._stale.__getitem__, out)):
             out = self._skip_stale(out)
         blocks = np.array(out, np.int64)
         self.evictions += self.index.evict(blocks)

@@ -79,12 +79,10 @@ class Planner:
     def _charge(self, decodes: I64) -> None:
         """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
         tenants, queue = self.slots.tenant, self.queue
-        for tenant, rows in enumerate(np.bincount(tenants[decodes]).tolist()):
-            if rows:
-                queue.charge(queue.names[tenant], rows * (PROMPT_WEIGHT + OUTPUT_WEIGHT))
+        queue.charge_decodes(tenants[decodes])
         for row, _, length, flags in self.chunks:
-            cost = length * PROMPT_WEIGHT + (OUTPUT_WEIGHT if flags & SAMPLE else 0)
-            queue.charge(queue.names[tenants[row]], cost)
+            tokens = length * PROMPT_WEIGHT + (OUTPUT_WEIGHT if flags & SAMPLE else 0)
+            queue.charge(queue.names[tenants[row]], tokens)
 
     def _make_way(self) -> None:
         """The sequence that is served next takes the place of a running one of lower priority, one in each plan.

@@ -15,13 +15,18 @@ sequence with the largest.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
 
 POLICIES = ("fcfs", "priority", "fair")
 PRIORITY_STEP = 1024
 MAX_TENANTS = 1024
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+CHARGED_TOGETHER = 4
 _TIE_BITS = 20
 
 
@@ -39,13 +44,14 @@ class WaitingQueue:
 
     def __init__(self, *, fair: bool = False) -> None:
         self.fair = fair
-        self.served: dict[str, int] = {}  # tokens by tenant, weighted
+        self.served: dict[str, int] = defaultdict(int)  # tokens by tenant, weighted
         self.names = [""]  # tenants by number
         self._numbers = {"": 0}
         self._heaps: dict[str, list[tuple[int, int]]] = {}
         self._keys: dict[int, int] = {}
         self._tenants: dict[int, str] = {}  # of the rows that wait
         self._waiting: dict[str, int] = {}  # rows that wait, by tenant
+        self._decodes: list[NDArray[np.int64]] = []  # tenants of decode rows that are not charged yet
         self._last_served = 0  # counter of the tenant whose row was taken last
 
     def __len__(self) -> int:
@@ -122,4 +128,13 @@ class WaitingQueue:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count tokens that a tenant was served."""
-        self.served[tenant] = self.served.get(tenant, 0) + tokens
+        self.served[tenant] += tokens
+
+    def charge_decodes(self, tenants: NDArray[np.int64]) -> None:
+        """Count one step's decode rows, by their tenants' numbers. A few steps are counted together."""
+        self._decodes.append(tenants)
+        if len(self._decodes) == CHARGED_TOGETHER:
+            for tenant, rows in enumerate(np.bincount(np.concatenate(self._decodes)).tolist()):
+                if rows:
+                    self.charge(self.names[tenant], rows * (PROMPT_WEIGHT + OUTPUT_WEIGHT))
+            self._decodes = []

@@ -212,12 +212,13 @@ class PrefixIndex:
         numbers = self._run_of[blocks]
         if not np.count_nonzero(numbers):
             return 0
-        places, count, first = self._place[blocks], 0, 0
+        places: list[int] = self._place[blocks].tolist()
         ends = (numbers[1:] != numbers[:-1]).nonzero()[0].tolist()
-        for last in (*ends, len(blocks) - 1):  # stretches of one run, mostly long
+        count = first = 0
+        for last in (*ends, len(places) - 1):  # stretches of one run, mostly long
             run = self._runs[numbers[first]]
             if run is not None:
-                at = int(places[last])
+                at = places[last]
                 if places[first] != run.valid - 1 or places[first] - at != last - first:
                     invariant(False, "a chain is evicted from its tail")
                 count += run.valid - at

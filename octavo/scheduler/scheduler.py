@@ -106,27 +106,31 @@ class Scheduler:
             sampled, at, device_rows = rows[picked], at[picked], device_rows[picked]
         state.history[device_rows, at] = tokens
         now = slots.state[sampled]
-        good = now != DEAD
+        wrong = None
         try:
             ends = state.is_end[tokens.view(np.uint32)]
         except IndexError:  # a token outside the vocabulary
-            ends = None
-        if bad is not None or ends is None:
             wrong = tokens.view(np.uint32) >= state.limits.vocab_size
-            wrong = wrong if bad is None else wrong | bad
+            ends = state.is_end[np.where(wrong, 0, tokens)]
+        if bad is not None:
+            wrong = bad if wrong is None else wrong | bad
+        if wrong is not None:
             state.fail_rows(step, sampled[wrong].tolist(), lost=False)
             now = slots.state[sampled]
-            good &= (now != DEAD) & (now != EMPTY)
-            ends = state.is_end[np.where(wrong, 0, tokens)]
+        late = (now >= ENDING).nonzero()[0]
+        latest = int(now[late].max()) if len(late) else EMPTY
+        good = (now != DEAD) & (now != EMPTY) if latest == DEAD or wrong is not None else None
         batch = self._batch(sampled, tokens, good, logprobs)
         batch.prompts = told
-        for i in (good & (ends | (now == ENDING))).nonzero()[0].tolist():
+        for i in sorted({*late.tolist(), *ends.nonzero()[0].tolist()}):
+            if good is not None and not good[i]:
+                continue
             row = int(sampled[i])
             if int(tokens[i]) in slots.sequence(row).end_ids:
                 state.end(row, STOP)
             elif at[i] + 1 >= slots.limit[row]:
                 state.end(row, LENGTH)
-        if len(sampled) < len(rows) or np.count_nonzero(now >= PREEMPTED):
+        if len(sampled) < len(rows) or latest >= PREEMPTED:
             state.settle(rows)
         batch.ended = self.take_ended()
         return batch
@@ -149,15 +153,17 @@ class Scheduler:
         self.state.slots.in_flight[step.rows] -= 1
 
     def _batch(
-        self, rows: I64, tokens: I32, good: NDArray[np.bool_], logprobs: Mapping[int, object] | None
+        self, rows: I64, tokens: I32, good: NDArray[np.bool_] | None, logprobs: Mapping[int, object] | None
     ) -> TokenBatch:
-        """The tokens that count, with their logprobs."""
+        """The tokens that count (all where `good` is None), with their logprobs."""
         slots = self.state.slots
-        if np.count_nonzero(good) < len(good):
+        if good is None:
+            good = np.ones(len(rows), np.bool_) if logprobs else None
+        else:
             rows, tokens = rows[good], tokens[good]
         batch = TokenBatch(slots.request_id[rows], slots.child[rows], tokens)
         self.state.stats.generated_tokens += len(rows)
-        if logprobs:
+        if logprobs and good is not None:
             place = np.cumsum(good) - 1
             batch.logprobs = {int(place[i]): value for i, value in logprobs.items() if good[i]}
         return batch
