@@ -65,7 +65,8 @@ class Planner:
         for i, chunk in enumerate(self.chunks):
             columns[:, count + i] = chunk
         rows, end, flags = columns[0].copy(), columns[1] + columns[2], columns[3]
-        samples = (flags & SAMPLE).nonzero()[0] if self.chunks else np.arange(count)
+        every = all(chunk[3] & SAMPLE for chunk in self.chunks)
+        samples = np.arange(len(rows)) if every else (flags & SAMPLE).nonzero()[0]
         slots.in_flight[rows] += 1
         device_rows = columns[0] = slots.device_row[rows]
         words = self.draft.encode(columns, count)

@@ -78,8 +78,10 @@ def hunt(mutant: Mutant) -> str:
 
 FAULTS = {"faults": 0.2, "depth": 2, "prefix_cache": True}
 REPEATS = {"block_size": 2, "growth": 0.0, "arrivals": 1.4, "prefix_cache": True, "max_len": 24, "usable": 60}
-SWAPS = {"host_blocks": 60, "swap_cost": 0.0, "growth": 0.9, "arrivals": 1.0}
-PRIORITIES = {"policy": "priority", "seqs": 3, "arrivals": 1.0}
+SWAPS = {
+    "host_blocks": 60, "swap_cost": 0.0, "growth": 0.9, "arrivals": 1.4, "aborts": 0.07, "block_size": 2,
+    "max_len": 40, "usable": 45, "seqs": 6, "budget": 40, "crowd": 12,
+}  # fmt: skip
 DROP = "self.pool.drop(self.blocks_of(row))"
 
 MUTANTS = [
@@ -170,12 +172,13 @@ MUTANTS = [
     Mutant("host blocks forgotten, computed not", SchedulerState.forget_swapped,
            "self.slots.computed[row] = 0", "pass", SWAPS | FAULTS),
     Mutant("swapped out and in by one plan", Planner._try_admit,
-           "self.draft.swap_out and sequence.host is not None", "False", SWAPS | PRIORITIES),
+           "self.draft.swap_out and sequence.host is not None", "False",
+           SWAPS | {"policy": "priority", "depth": 0, "faults": 0.0, "usable": 24}),
     Mutant("a partly filled swapped block is published", Planner._swap_in, "computed >> state.shift))",
-           "-(-computed >> state.shift)))", SWAPS),
+           "-(-computed >> state.shift)))", SWAPS | {"block_size": 8, "usable": 12, "prefix_cache": True}),
     Mutant("a lost swap-out is trusted", SchedulerState.fail_rows, "if lost:", "if False:", SWAPS | FAULTS),
     Mutant("who came back from a lost swap-out goes on", SchedulerState._lose_swapped, "went_on.append(sequence.row)",
-           "pass", SWAPS | FAULTS),
+           "pass", SWAPS | FAULTS | {"usable": 24, "aborts": 0.3, "policy": "fcfs"}),
     Mutant("swapped tokens count as computed again", SchedulerState._swap_out,
            "self.stats.swapped_out_tokens += computed", "pass", SWAPS),
     # Results.
