@@ -147,7 +147,7 @@ def _write(
             cause = f"A {spec.architecture} model in GGUF cannot be rewritten."
             raise ModelError(cause, "Give its safetensors files.")
         found: dict[str, Any] = config_of(spec) | {"model_type": spec.architecture}
-        found |= {"architectures": [names[spec.architecture]], "torch_dtype": spec.dtype, "hidden_act": "silu"}
+        found |= {"architectures": [names[spec.architecture]], "torch_dtype": _dtype(opened), "hidden_act": "silu"}
         found |= {"bos_token_id": spec.bos_id, "eos_token_id": list(opened.eos_ids)}
         tokenizer.save(output)
     else:
@@ -179,7 +179,7 @@ def _tensors(
             row += source.shape[0]
             if need.name not in rounded:
                 plain = dense(params[need.name], torch.float32)[rows]
-                yield source.name, _stored(plain - need.offset, spec.dtype)
+                yield source.name, _stored(plain - need.offset, _dtype(opened))
                 continue
             whole = rounded[need.name]
             codes, scales, zeros = (x[rows].cpu().numpy() for x in (whole.codes, whole.scales_OG, whole.zeros_OG))
@@ -189,6 +189,11 @@ def _tensors(
                 made = to_gptq(codes, scales, zeros, whole.group)
             for piece, array in made.items():
                 yield f"{source.name.removesuffix('weight')}{piece}", (array, TAGS[str(array.dtype)])
+
+
+def _dtype(opened: OpenedModel) -> str:
+    """The type of what stays plain: the model's own; bfloat16 for a GGUF file, whose matrices had fewer bits."""
+    return "bfloat16" if opened.files.kind == "gguf" else opened.spec.dtype
 
 
 def _stored(tensor: Tensor, dtype: str) -> Stored:

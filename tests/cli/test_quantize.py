@@ -54,3 +54,21 @@ def test_table_of_methods(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([*words, "--methods", "best"]) == 2
     assert main([*words, "--methods", "int8"]) == 0
     assert "| int8 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_gguf_file_becomes_a_folder_that_others_read(smollm2_gguf: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    out = tmp_path / "out"
+    words = ["quantize", str(smollm2_gguf), str(out), "--method", "rtn", "--group-size", "64", "--device", "cpu"]
+    assert main(words) == 0
+    config = AutoConfig.from_pretrained(out)
+    assert config.model_type == "llama" and config.quantization_config["quant_method"] == "gptq"
+    ids = AutoTokenizer.from_pretrained(out)("The capital of France is").input_ids
+    made, given = LLM(str(out), max_model_len=128), LLM(str(smollm2_gguf), max_model_len=128)
+    assert made.get_tokenizer().encode("The capital of France is") == ids
+    assert made.get_tokenizer().eos_ids == given.get_tokenizer().eos_ids
+    params = SamplingParams(max_tokens=3, temperature=0)
+    texts = [llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text for llm in (made, given)]
+    assert "Paris" in texts[0] and "Paris" in texts[1]
