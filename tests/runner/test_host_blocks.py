@@ -10,18 +10,20 @@ from octavo.runner.host_blocks import HostBlocks
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_out_and_in(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_out_and_in(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    data = torch.randn(3, 2, 80, 2, 16, 8, device=device)
+    pool = torch.randn(3, 2, 80, 2, 16, 8, device=device).to(dtype)
+    data = pool.view(torch.uint8)
     kept = data.clone()
-    host = HostBlocks(75, data)
+    host = HostBlocks(75, pool)
     rng = np.random.default_rng(3)
     out = rng.permutation(np.arange(1, 80, dtype=np.int32))[:70]
     places = rng.permutation(75).astype(np.int32)[:70]
-    host.take(data, torch.from_numpy(out).long().to(device), places)
-    data[:, :, torch.from_numpy(out).long().to(device)] = float("nan")
+    host.take(pool, torch.from_numpy(out).long().to(device), places)
+    data[:, :, torch.from_numpy(out).long().to(device)] = 0x7F
     back = rng.permutation(out)
-    host.give(data, places, torch.from_numpy(back).long().to(device))
+    host.give(pool, places, torch.from_numpy(back).long().to(device))
     for source, destination in zip(out.tolist(), back.tolist(), strict=True):
         assert torch.equal(data[:, :, destination], kept[:, :, source])
     left = sorted(set(range(80)) - set(out.tolist()))
