@@ -1,8 +1,8 @@
 """KV blocks in pinned host memory: where a CUDA runner puts what a plan swaps out.
 
-All copies are on the runner's one stream, in the order of the plans, so nothing has to wait for anything. A block is
-contiguous on the host; on the device it lies scattered over layers, so it passes through a gathered copy there. Blocks
-move as bytes, whatever their type.
+All copies are on the runner's one stream, in the order of the plans, so nothing has to wait for anything. A block
+is contiguous on the host; on the device it lies scattered over layers, so it passes through a gathered copy there.
+Blocks move as bytes, whatever their type.
 
 Shape letters: L layers, N blocks, C blocks that move, K key/value heads, S tokens in a block, D head dim.
 """
