@@ -112,7 +112,7 @@ class FakeRunner:
 
     `blocks` and `host_blocks` count KV blocks on the device (padding block included) and on the host. A launch
     computes, `collect` returns. written: blocks that the last launch wrote. tainted, tainted_host: blocks that
-    hold a BAD word. unsound: samples so far whose history holds one.
+    hold a BAD word. unsound: samples so far whose history holds one, and whose result was not lost.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class FakeRunner:
             banned = state.banned if start + length < state.ban_until else frozenset()
             token = choose(history, state.mark, banned, self.vocab_size)
             state.token, state.length = token, start + length + 1
-            self.unsound += not sound
+            self.unsound += not sound and fault != "collect"
             if not sound or (hit and fault == "bad logits"):
                 bad.append(len(tokens))
             if flags & _RARE and state.logprobs >= 0:

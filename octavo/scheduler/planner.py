@@ -34,7 +34,6 @@ class Planner:
         self.published: list[tuple[int, I64]] = []
         self.budget = state.limits.max_num_batched_tokens
         self.mark = state.pool.mark
-        self.rewritten: set[int] = set()  # published blocks that a last owner writes again in this plan
         self.held_back = False  # someone gave way or sat out: admit nobody
         self.way_for = 0  # waiting row for which someone of lower priority gave way
 
@@ -190,7 +189,9 @@ class Planner:
         """Let the last owner of a block write into it; False when it has others."""
         if self.pool.ref[block[0]] > 1:
             return False
-        self.rewritten.add(int(block[0]))
+        # It may be published, and this step writes it again.
+        self.pool.index.filled_at[block] = self.state.step
+        self.published.append((row, block))
         self.slots.flags[row] &= ~SHARED_TAIL
         return True
 
@@ -380,9 +381,7 @@ class Planner:
 
     def _is_written_now(self, blocks: I64) -> bool:
         """Whether this very plan writes one of some cached blocks: whoever needs it waits one step."""
-        if np.count_nonzero(self.pool.index.filled_at[blocks] == self.state.step):
-            return True
-        return bool(self.rewritten) and not self.rewritten.isdisjoint(blocks.tolist())
+        return bool(np.count_nonzero(self.pool.index.filled_at[blocks] == self.state.step))
 
     def _set_up(self, row: int, sequence: Sequence, blocks: I64) -> None:
         """A device row for an admitted sequence: its table, parameters and known tokens."""
