@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant("the oldest gives way", Planner._make_room, "np.argmax", "np.argmin"),
     Mutant("who is about to end gives way", Planner._make_room, "if np.count_nonzero(slots.state == ENDING):",
            "if False:", {"growth": 0.9}),
-    Mutant("unservable request retried for ever", SchedulerState.check, "need > self.pool.usable", "False"),
+    Mutant("unservable request retried for ever", SchedulerState.check_room, "need > self.pool.usable", "False"),
     Mutant("passed over and never put back", Planner._admit, "self.state.enqueue(row)", "pass"),
     Mutant("forked children are not queued", Planner._fork, "self.state.enqueue(child.row)", "pass"),
     # Swap.
