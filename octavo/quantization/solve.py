@@ -24,7 +24,10 @@ _GRID = 20  # exponents that AWQ tries
 _ROWS = 128  # outputs whose loss decides
 _SHRINKS = tuple(1.0 - 0.05 * i for i in range(8))  # parts of a group's range that are tried
 _BLOCK = 128  # columns that GPTQ corrects before it passes their errors on
-_DAMP = 0.01
+# What is added to the diagonal of the second moments, in parts of its mean: this many times inputs per token, since
+# few tokens say little about most directions. On tokens that were not seen, with 0.4 tokens an input, a part of 0.01
+# loses 30 % more than 0.1; with 2 and more tokens an input 0.01 is best.
+_DAMP, _LEAST_DAMP, _MOST_DAMP = 0.05, 0.01, 0.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +105,15 @@ def awq_scales(weight_OI: Tensor, moments_II: Tensor, mean_I: Tensor, group: int
     return chosen_I
 
 
-def gptq(weight_OI: Tensor, moments_II: Tensor, group: int) -> Rounded:
-    """GPTQ in the order of the columns, ranges chosen by `shrunk` as each group is reached.
+def gptq(weight_OI: Tensor, moments_II: Tensor, group: int, tokens: int) -> Rounded:
+    """GPTQ in the order of the columns, ranges chosen by `shrunk` as each group is reached. `tokens`: of the moments.
 
     ModelError when the second moments are not finite.
     """
     weight_OI = weight_OI.clone()
     outputs, inputs = weight_OI.shape
-    upper_II, importance_I = _inverse_factor(weight_OI, moments_II)
+    part = min(max(_DAMP * inputs / max(tokens, 1), _LEAST_DAMP), _MOST_DAMP)
+    upper_II, importance_I = _inverse_factor(weight_OI, moments_II, part)
     codes_OI = torch.empty(outputs, inputs, dtype=torch.uint8, device=weight_OI.device)
     scales, zeros = [], []
     for start in range(0, inputs, _BLOCK):
@@ -133,7 +137,7 @@ def gptq(weight_OI: Tensor, moments_II: Tensor, group: int) -> Rounded:
     return Rounded(pack_int4(codes_OI), torch.cat(scales, 1), zeros_OG, group)
 
 
-def _inverse_factor(weight_OI: Tensor, moments_II: Tensor) -> tuple[Tensor, Tensor]:
+def _inverse_factor(weight_OI: Tensor, moments_II: Tensor, part: float) -> tuple[Tensor, Tensor]:
     """Upper Cholesky factor of the inverse second moments, and their diagonal; unused inputs lose their weights."""
     if not bool(torch.isfinite(moments_II).all()):
         raise ModelError("The calibration text gives activations that are not finite.", "Use --dtype float32.")
@@ -143,7 +147,7 @@ def _inverse_factor(weight_OI: Tensor, moments_II: Tensor) -> tuple[Tensor, Tens
     weight_OI[:, unused] = 0
     diagonal_I[unused] = 1
     importance_I = diagonal_I.clone()
-    damp = _DAMP * float(diagonal_I.mean())
+    damp = part * float(diagonal_I.mean())
     for _ in range(8):
         diagonal_I += damp
         lower_II, info = torch.linalg.cholesky_ex(moments_II)

@@ -167,7 +167,7 @@ def _alone(decoder: Decoder, length: int) -> Mix:
 
 def _round(spec: ModelSpec, name: str, weight_OI: Tensor, seen: Seen, method: str, group: int) -> Rounded:
     if method == "gptq":
-        return solve.gptq(weight_OI, seen.moments_II, group)
+        return solve.gptq(weight_OI, seen.moments_II, group, seen.tokens)
     importance_I = seen.moments_II.diagonal()
     if name != "qkv":
         return solve.clipped(weight_OI, importance_I, group)

@@ -40,7 +40,7 @@ def test_each_method_loses_less_than_rounding() -> None:
     clipped = lost(weight_OI, solve.clipped(weight_OI, moments_II.diagonal(), 32).dequantize(), x_TI)
     scale_I = solve.awq_scales(weight_OI, moments_II, mean_I, 32)
     scaled = lost(weight_OI, solve.nearest(weight_OI * scale_I, 32).dequantize() / scale_I, x_TI)
-    gptq = lost(weight_OI, solve.gptq(weight_OI, moments_II, 32).dequantize(), x_TI)
+    gptq = lost(weight_OI, solve.gptq(weight_OI, moments_II, 32, len(x_TI)).dequantize(), x_TI)
     assert gptq < 0.5 * nearest and scaled < 0.7 * nearest and clipped < nearest
 
 
@@ -48,10 +48,19 @@ def test_gptq_with_few_tokens_and_unused_inputs() -> None:
     weight_OI, x_TI = matrix_and_inputs()
     x_TI = x_TI[:40]
     x_TI[:, 3] = 0
-    found = solve.gptq(weight_OI, x_TI.T @ x_TI, 64).dequantize()
+    found = solve.gptq(weight_OI, x_TI.T @ x_TI, 64, 40).dequantize()
     assert torch.isfinite(found).all() and lost(weight_OI, found, x_TI) < 0.01
     with pytest.raises(ModelError):
-        solve.gptq(weight_OI, torch.full((128, 128), float("nan")), 64)
+        solve.gptq(weight_OI, torch.full((128, 128), float("nan")), 64, 40)
+
+
+def test_gptq_on_tokens_that_it_has_not_seen() -> None:
+    weight_OI, x_TI = matrix_and_inputs()
+    for tokens in (40, 100, 300):
+        seen_TI, other_TI = x_TI[:tokens], x_TI[300:]
+        found = solve.gptq(weight_OI, seen_TI.T @ seen_TI, 64, tokens).dequantize()
+        nearest = lost(weight_OI, solve.nearest(weight_OI, 64).dequantize(), other_TI)
+        assert lost(weight_OI, found, other_TI) < 0.8 * nearest
 
 
 def test_what_is_written_is_read_back() -> None:
