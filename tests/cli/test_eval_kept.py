@@ -21,7 +21,7 @@ KEPT = json.loads((ROOT / "benchmarks" / "results" / "quantisation.json").read_t
         "SmolLM2-135M-Instruct",
         pytest.param(
             "Qwen2.5-Coder-0.5B-Instruct",
-            marks=pytest.mark.xfail(strict=True, reason="GPTQ and AWQ lost more than rounding in the one run there is"),
+            marks=pytest.mark.xfail(strict=True, reason="GPTQ and AWQ lost more than rounding in the one run"),
         ),
     ],
 )
