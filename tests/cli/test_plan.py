@@ -71,8 +71,9 @@ def test_blocks_as_an_engine_on_an_h200_had(name: str, tmp_path: Path, capsys: p
     """The recorded runs: weights and KV cache by the same code, steps by estimate here and measured there."""
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
     recorded = json.loads((results / f"h200-{name}.json").read_text())
-    length = recorded["options"]["max_model_len"]
-    found = plan(capsys, str(write_shape(name, tmp_path)), "--gpu", "h200", "--max-model-len", length)
+    length, step = (recorded["options"][key] for key in ("max_model_len", "max_num_batched_tokens"))
+    options = ["--gpu", "h200", "--max-model-len", length, "--max-num-batched-tokens", step]
+    found = plan(capsys, str(write_shape(name, tmp_path)), *options)
     facts = recorded["facts"]
     assert found["kv_bytes_per_block"] == facts["kv_bytes_per_block"]
     assert found["blocks"] == pytest.approx(facts["blocks"], rel=0.005)
