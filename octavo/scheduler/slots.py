@@ -56,10 +56,10 @@ class Sequence:
     ids: the known tokens while it has no device row. keys: of the leading full blocks of the known tokens, joined.
     params: its parameter block, but for device row and length. forked: blocks that it holds while it waits, shared
     with the sequence whose prompt it continues. dormant: the other children of the request, until the prompt is
-    computed. given_up: blocks that a preemption took while steps were in flight. host: host blocks that hold its
-    computed tokens since a preemption, written by the plan of step swap_step. reached: most tokens that it had
-    computed when it gave way. cached: prompt tokens found in the prefix cache at first admission. scheduled_us: when
-    that was. recomputed, swapped: tokens computed again, and brought back from the host, after preemptions.
+    computed. given_up: blocks that a preemption or the end took while steps were in flight. host: host blocks that
+    hold its computed tokens since a preemption, written by the plan of step swap_step. reached: most tokens that it
+    had computed when it gave way. cached: prompt tokens found in the prefix cache at first admission. scheduled_us:
+    when that was. recomputed, swapped: tokens computed again, and brought back from the host, after preemptions.
     """
 
     request: EngineRequest

@@ -294,6 +294,8 @@ class SchedulerState:
                 sequence.swapped,
             )
         )
+        if slots.in_flight[row] and sequence.given_up is None:
+            sequence.given_up = self.blocks_of(row).copy()
         self.pool.drop(self.blocks_of(row))
         self.forget_swapped(row)
         sequence.forked = None
@@ -396,7 +398,8 @@ class SchedulerState:
                     suspects.update(blocks[pool.index.filled_at[blocks] == late.number].tolist())
         if not lost:
             for row in failed:
-                suspects.update(self.blocks_of(row).tolist())
+                given_up = slots.sequence(row).given_up
+                suspects.update((self.blocks_of(row) if given_up is None else given_up).tolist())
         gone = pool.unpublish(suspects)
         requests = {int(slots.request_id[row]) for row in failed}
         if lost and gone:
@@ -422,4 +425,6 @@ class SchedulerState:
         """Whether a sequence holds one of `blocks`, or held one in a step that is in flight."""
         if not blocks.isdisjoint(self.blocks_of(sequence.row).tolist()):
             return True
+        if self.slots.state[sequence.row] == DEAD:
+            return False
         return sequence.given_up is not None and not blocks.isdisjoint(sequence.given_up.tolist())
