@@ -425,6 +425,4 @@ class SchedulerState:
         """Whether a sequence holds one of `blocks`, or held one in a step that is in flight."""
         if not blocks.isdisjoint(self.blocks_of(sequence.row).tolist()):
             return True
-        if self.slots.state[sequence.row] == DEAD:
-            return False
         return sequence.given_up is not None and not blocks.isdisjoint(sequence.given_up.tolist())
