@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"context is {args.context} and stride {stride}.", "Give a context of 2 or more and a stride of 1 to it."
         )
+    if args.max_windows is not None and args.max_windows < 1:
+        raise ConfigError(f"max_windows is {args.max_windows}.", "Give --max-windows of 1 or more, or leave it out.")
     text = _read(args.file)
     if args.methods:
         return _compare(args, text, stride)

@@ -74,6 +74,9 @@ def quantise_folder(
     from octavo.runner.build import load_params, pick_device
     from octavo.runner.calibrated import quantise
 
+    for name, value, least in (("context", context, 2), ("calibration-tokens", tokens, 1)):
+        if value < least:
+            raise ConfigError(f"{name} is {value}.", f"Give --{name} of {least} or more.")
     config, _ = engine_config(model=model, revision=revision)
     opened = open_model(config)
     if opened.scheme is not None:

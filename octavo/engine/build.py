@@ -19,7 +19,7 @@ from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
 from octavo.quantization.scheme import Scheme, scheme_from_config
-from octavo.runner.memory import ELEMENT_BYTES, kv_bytes_per_token
+from octavo.runner.memory import kv_bytes_per_token, weight_bytes
 from octavo.scheduler.records import Limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights.checkpoint import Checkpoint
@@ -176,7 +176,8 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
             raise ConfigError("The native CPU engine does not quantise weights to FP8.", fix)
 
         # Refused before loading; the weights will be there when the KV cache fills.
-        facts = resolve(config, Hardware("cpu", max(0, free_memory() - _weight_bytes(config, model))), model_facts)
+        free = max(0, free_memory() - _weight_bytes(config, model, kind))
+        facts = resolve(config, Hardware("cpu", free), model_facts)
         runner: Runner = build_native(
             spec,
             model.needs,
@@ -211,10 +212,11 @@ def _check_swap(config: EngineConfig) -> None:
         )
 
 
-def _weight_bytes(config: EngineConfig, model: OpenedModel) -> int:
-    """Bytes of the weights in memory: as stored, or every one in the type that is asked for."""
-    if config.model.dtype != "auto":
-        return model.spec.parameters * ELEMENT_BYTES[run_dtype(config, model.spec)]
+def _weight_bytes(config: EngineConfig, model: OpenedModel, kind: str) -> int:
+    """Bytes of the weights in memory: as stored, or what is plain in the type, or of the kind, that is asked for."""
+    if config.model.dtype != "auto" or kind:
+        dtype = run_dtype(config, model.spec)
+        return sum(weight_bytes(model.needs, dtype, stored=model.checkpoint, quantization=kind).values())
     names = {source.name for need in model.needs for source in need.sources}
     return sum(model.checkpoint.info(name).nbytes for name in names)
 

@@ -29,6 +29,7 @@ MOST_DIVERGENCE = 0.05
 """mean Kullback-Leibler divergence, in nats a token, up to which a cache in FP8 passes the check"""
 HEADROOM = 4.0
 _BLOCK = 16
+_FIX = "Check the download, or leave --kv-cache-dtype at auto."
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +129,13 @@ def stored_scales(decoder: Decoder, checkpoint: Checkpoint) -> Tensor | None:
                 continue
             values = to_float32(checkpoint.read(name), checkpoint.info(name).dtype).reshape(-1)
             if len(values) not in (1, spec.kv_heads) or not (values > 0).all():
-                raise ModelError(f"{name} does not hold positive scales for {spec.kv_heads} heads.")
+                cause = f"{name} holds {len(values)} scales, {(values > 0).sum()} of them positive"
+                raise ModelError(f"{cause}; 1 or {spec.kv_heads} (heads) positive ones are needed.", _FIX)
             found[layer, part] = values
             count += 1
     if count not in (0, 2 * len(spec.layers)):
-        raise ModelError(f"The checkpoint has {count} scales of the KV cache for {len(spec.layers)} layers.")
+        cause = f"The checkpoint has {count} scales of the KV cache; its {len(spec.layers)} layers need 2 each."
+        raise ModelError(cause, _FIX)
     return torch.from_numpy(found).to(decoder.device) if count else None
 
 

@@ -68,6 +68,7 @@ def test_standard_input_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["/no/such/file"], "cannot be read"),
         (["-", "--context", "1"], "context is 1"),
         (["-", "--context", "8", "--stride", "9"], "stride 9"),
+        (["-", "--max-windows", "0"], "max_windows is 0"),
         (["-", "--context", "64", "--max-model-len", "64"], "does not fit"),
     ],
 )

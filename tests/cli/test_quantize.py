@@ -43,6 +43,14 @@ def test_makes_a_checkpoint_that_loads(method: str, folder: Path, tmp_path: Path
     assert main(["quantize", str(out), str(tmp_path / "again")]) == 3
 
 
+@pytest.mark.parametrize("wish", [["--context", "0"], ["--context", "-8"], ["--calibration-tokens", "0"]])
+def test_numbers_that_make_no_text(
+    wish: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(folder), str(tmp_path / "out"), *wish]) == 2
+    assert f"{wish[0][2:]} is {wish[1]}" in capsys.readouterr().err
+
+
 def test_table_of_methods(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", "perplexity", str(folder / "text.txt"), "--model", str(folder), "--context", "128"]
     words += ["--max-windows", "2", "--group-size", "32"]
