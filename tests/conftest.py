@@ -33,8 +33,9 @@ def smollm2_gguf() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the model files of slow tests are."""
+    """Where the model files of slow tests are, and whether the longest of them run."""
     parser.addoption("--models", type=Path, default=FOLDER, help="folder of the files of tests/fetch_models.py")
+    parser.addoption("--longest", action="store_true", help="also the 10,000,000 steps of the simulator")
 
 
 def _model_file(config: pytest.Config, name: str) -> Path:

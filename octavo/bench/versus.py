@@ -166,10 +166,9 @@ def help_text(model: str | None) -> list[int]:
     from pydoc_data.topics import topics
 
     from octavo.config import engine_config
-    from octavo.engine.build import open_model
-    from octavo.engine.llm import open_tokenizer
+    from octavo.engine.build import open_model, tokenizer_of
 
-    tokenizer = open_tokenizer(open_model(engine_config(model=model)[0]))
+    tokenizer = tokenizer_of(open_model(engine_config(model=model)[0]))
     return tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
 
 

@@ -29,18 +29,17 @@ from octavo.config import EngineConfig, Facts, engine_config
 from octavo.engine.channel import ClientEnd
 from octavo.engine.client import ModelLimits, build_request, cut_prompt
 from octavo.engine.kv_text import kv_text
+from octavo.engine.tokenizer import open_tokenizer
 from octavo.engine.wire import Abort, Answer, Ask, Beat, Failed, Ready, Refused, Start, Submit, Tokens, unpack
 from octavo.env import engine_environment
 from octavo.errors import ConfigError, EngineError, ModelError, OctavoError, QueueFull, RequestError
-from octavo.files import naming
 from octavo.metrics.server import EngineNumbers
 from octavo.scheduler.records import REASONS, STOP, TokenBatch
 from octavo.text.bad_words import bad_sequences
 from octavo.text.outputs import RequestText, SampledLogprobs
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import RequestOutput, SamplingParams
-from octavo.weights.fetch import ModelFiles, resolve_model
-from octavo.weights.gguf import GgufCheckpoint
+from octavo.weights.fetch import resolve_model
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class AsyncLLM:
         """
         files = resolve_model(config.model.model, config.model.revision, weights=config.model.load_format == "auto")
         found = replace(config, model=replace(config.model, model=str(files.path), revision=None))
-        return cls(found, files.name, _tokenizer(files))
+        return cls(found, files.name, open_tokenizer(files))
 
     @classmethod
     async def start(cls, model: str | None = None, **options: Any) -> AsyncLLM:
@@ -434,10 +433,3 @@ class AsyncLLM:
         stream.text.timed(stream.first_token, stream.last_token, stream.ended)
         if self.on_end is not None:
             self.on_end(stream)
-
-
-def _tokenizer(files: ModelFiles) -> Tokenizer:
-    with naming(files.path):
-        if files.kind == "gguf":
-            return Tokenizer.from_gguf(GgufCheckpoint(files.path).metadata)
-        return Tokenizer.from_folder(files.path)

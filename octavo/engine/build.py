@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +31,7 @@ from octavo.weights.needs import TensorNeed
 if TYPE_CHECKING:
     from octavo.model.spec import ModelSpec
     from octavo.runner.base import Runner
+    from octavo.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -229,7 +231,7 @@ def _torch_runner(
     from octavo.runner.kv_scales import KvScales
     from octavo.runner.torch_runner import TorchRunner
 
-    kv = KvScales(model.checkpoint, held_ids(model), config.cache.kv_check) if fp8_kv else None
+    kv = KvScales(model.checkpoint, partial(held_ids, model), config.cache.kv_check) if fp8_kv else None
     device = pick_device(config.model.device)
     if device.type == "cuda" and model_facts.dtype != "float64" and importlib.util.find_spec("triton") is not None:
         from octavo.runner.startup import build_cuda
@@ -252,21 +254,23 @@ def _torch_runner(
     return runner, facts
 
 
+def tokenizer_of(model: OpenedModel) -> Tokenizer:
+    """The tokenizer that belongs to a model. Raises ModelError."""
+    from octavo.engine.tokenizer import open_tokenizer
+
+    return open_tokenizer(model.files, getattr(model.checkpoint, "metadata", None), model.spec.vocab_size)
+
+
 def held_ids(model: OpenedModel, most: int = 512) -> list[int]:
     """Token ids of a text that Octavo carries, for this model; numbers in their place where it has no tokenizer."""
     from octavo.text.held import TEXT
-    from octavo.text.tokenizer import Tokenizer
 
     most = min(most, model.spec.max_positions)
     path = model.files.path
-    if model.files.kind == "gguf" and isinstance(model.checkpoint, GgufCheckpoint):
-        tokenizer = Tokenizer.from_gguf(model.checkpoint.metadata)
-    elif (path / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_folder(path)
-    else:
+    if model.files.kind == "safetensors" and not (path / "tokenizer.json").exists():
         _log.warning("%s has no tokenizer.json: the KV cache is measured on a row of ids, not on a text.", path)
         return [i * 7919 % model.spec.vocab_size for i in range(most)]
-    return [i for i in tokenizer.encode(TEXT, parse_special=False) if i < model.spec.vocab_size][:most]
+    return tokenizer_of(model).encode(TEXT, parse_special=False)[:most]
 
 
 def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
@@ -274,14 +278,14 @@ def runs_native(config: EngineConfig, spec: ModelSpec, dtype: str) -> bool:
     from octavo.runner.native import FORMATS, refusal
 
     wish = config.model.device
-    if wish == "torch-cpu" or dtype not in FORMATS:
+    if wish not in ("auto", "cpu") or dtype not in FORMATS:
         return False
     if wish == "auto" and _has_cuda():
         return False
     reason = refusal(spec)
     if reason:
         _log.warning("The native CPU engine is not used: %s. The slower torch path is.", reason)
-    return not reason and wish in ("auto", "cpu")
+    return not reason
 
 
 def _has_cuda() -> bool:

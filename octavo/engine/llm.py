@@ -22,11 +22,10 @@ from tqdm import tqdm
 
 from octavo.config import engine_config
 from octavo.engine.beam import BeamGroup, BeamParams, BeamSearch
-from octavo.engine.build import Engine, OpenedModel, build_engine, open_model, with_ends
+from octavo.engine.build import Engine, build_engine, open_model, tokenizer_of, with_ends
 from octavo.engine.client import build_beam_request, build_request, cut_prompt, with_keys
 from octavo.engine.inspect import kv_state, kv_text
-from octavo.errors import EngineError, ModelError, RequestError
-from octavo.files import naming
+from octavo.errors import EngineError, RequestError
 from octavo.scheduler.records import REASONS, STOP, Stats, TokenBatch
 from octavo.text.bad_words import bad_sequences
 from octavo.text.outputs import RequestText, SampledLogprobs
@@ -40,7 +39,6 @@ from octavo.types import (
     RequestOutput,
     SamplingParams,
 )
-from octavo.weights.gguf import GgufCheckpoint
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
@@ -64,7 +62,7 @@ class LLM:
         for notice in notices:
             _log.warning("%s", notice)
         opened = open_model(config)
-        self.tokenizer = None if skip_tokenizer_init else open_tokenizer(opened)
+        self.tokenizer = None if skip_tokenizer_init else tokenizer_of(opened)
         if self.tokenizer is not None:
             opened = with_ends(opened, self.tokenizer.eos_ids)
         self.name = opened.files.name
@@ -366,22 +364,6 @@ class LLM:
                 text.timed(*times.get(end.request_id, (0.0, 0.0)), now)
         if aborted:  # what the engine has to say about them, before they are forgotten
             self._take_in(TokenBatch.of_ends(self._engine.scheduler.take_ended()), touched)
-
-
-def open_tokenizer(model: OpenedModel) -> Tokenizer:
-    """The tokenizer that belongs to a model. Raises ModelError."""
-    metadata = getattr(model.checkpoint, "metadata", None)
-    with naming(model.files.path):
-        if model.files.kind == "gguf":
-            # Dummy weights have none: the file is there all the same.
-            return Tokenizer.from_gguf(GgufCheckpoint(model.files.path).metadata if metadata is None else metadata)
-        tokenizer = Tokenizer.from_folder(model.files.path)
-    if tokenizer.vocab_size > model.spec.vocab_size:
-        raise ModelError(
-            f"The tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.spec.vocab_size}.",
-            "Use the tokenizer that belongs to the model.",
-        )
-    return tokenizer
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

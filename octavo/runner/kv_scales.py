@@ -9,7 +9,7 @@ Shape letters: L layers, K key/value heads, T tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,23 +34,25 @@ _FIX = "Check the download, or leave --kv-cache-dtype at auto."
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """Where a model's scales come from: its checkpoint where that has them, else one pass over `ids`."""
+    """Where a model's scales come from: its checkpoint where that has them, else one pass over `ids()`."""
 
     checkpoint: Checkpoint
-    ids: Sequence[int]
+    ids: Callable[[], list[int]]
+    """of a text, asked for only where something is measured on it"""
     check: bool = False
-    """compare both kinds of cache on `ids` and refuse the start where they differ too much"""
+    """compare both kinds of cache on `ids()` and refuse the start where they differ too much"""
 
     def give(self, decoder: Decoder) -> None:
         """Set `decoder.kv_scales_L2K`. ConfigError when the check fails."""
         scales_L2K = stored_scales(decoder, self.checkpoint)
         if scales_L2K is None:
-            scales_L2K = calibrate(decoder, list(self.ids))
-            _log.info("KV cache in FP8: scales measured on %d tokens", len(self.ids))
-        plain_TV = logits(decoder, list(self.ids)) if self.check else None
+            ids = self.ids()
+            scales_L2K = calibrate(decoder, ids)
+            _log.info("KV cache in FP8: scales measured on %d tokens", len(ids))
+        plain_TV = logits(decoder, self.ids()) if self.check else None
         decoder.kv_scales_L2K = scales_L2K
         if plain_TV is not None:
-            found = compare(plain_TV, logits(decoder, list(self.ids)))
+            found = compare(plain_TV, logits(decoder, self.ids()))
             _log.warning("KV cache in FP8 against a plain one: %s", found.line())
             if found.divergence > MOST_DIVERGENCE:
                 raise ConfigError(

@@ -42,6 +42,7 @@ EDGES: dict[str, tuple[str, ...] | None] = {
         "scheduler", "runner", "metrics", "model", "weights", "quantization.scheme", "text.held", "text.tokenizer",
     ),
     "engine.llm": ("scheduler", "runner", "metrics", "model", "weights", "text"),
+    "engine.tokenizer": ("weights", "text"),
     # The client side of an engine process, with the text; the process itself has none.
     "engine.async_llm": ("scheduler.records", "metrics", "text", "weights"),
     "server": ("engine.client", "engine.async_llm", "text", "metrics"),

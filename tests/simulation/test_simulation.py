@@ -52,7 +52,7 @@ def test_1_000_000_steps(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("not config.getoption('longest', False)", reason="hours; --longest runs it")
+@pytest.mark.skipif("not config.getoption('--longest')", reason="most of an hour; --longest runs it")
 def test_10_000_000_steps(capsys):
     tally = spread(range(100_000, 104_000), 2500, jobs=2)
     check(tally, capsys)
