@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_COPIED_AT_ONCE = 32  # blocks that are twice in memory for a moment while they are copied
+
 
 @dataclass(frozen=True)
 class HostLengths:
@@ -97,7 +99,9 @@ class KVPool:
     def copy_blocks(self, sources_C: Tensor, destinations_C: Tensor) -> None:
         """Copy whole blocks (all layers) inside the pool. No destination may also be a source."""
         data = self.bits
-        data[:, :, destinations_C] = data[:, :, sources_C]
+        for at in range(0, len(sources_C), _COPIED_AT_ONCE):
+            some = slice(at, at + _COPIED_AT_ONCE)
+            data[:, :, destinations_C[some]] = data[:, :, sources_C[some]]
 
     @property
     def bits(self) -> Tensor:

@@ -59,9 +59,9 @@ class CudaRows:
         """Whether one of these rows samples through top-k, top-p or min-p."""
         return bool(self._filtered[rows].any())
 
-    def shared_columns(self, view: PlanView, block_size: int) -> int:
-        """Leading full blocks that all decode rows of a plan have in common and have computed."""
-        rows = view.device_rows[: view.decode_rows]
+    def shared_columns(self, view: PlanView, count: int, block_size: int) -> int:
+        """Leading full blocks that the first `count` rows of a plan have in common and have computed."""
+        rows = view.device_rows[:count]
         if not np.array_equal(rows, self._members):
             self._members = rows.copy()
             self._columns = self._compare(rows, int(view.start[: len(rows)].min()) // block_size)

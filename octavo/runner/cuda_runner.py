@@ -2,9 +2,10 @@
 
 A step is one copy of the plan's words to the device, a part B (writes of the plan, all layers, the stream of the
 rows that sample), a part S (last norm, head, tokens), one copy of the tokens back, and an event. Steps in which every
-row decodes are one captured graph of both per number of rows. Of mixed steps, B is captured per number of tokens and
-S per number of samples; a step larger than the largest of them is launched kernel by kernel. A step with a rare row
-runs the torch sampler instead of S. Copies and swaps of blocks come before, kernel by kernel.
+row has one token are one captured graph of both per number of rows, whether rows feed themselves or the host does. Of
+mixed steps, B is captured per number of tokens and S per number of samples; a step larger than the largest of them is
+launched kernel by kernel. A step with a rare row runs the torch sampler instead of S. Copies and swaps of blocks come
+before, kernel by kernel.
 
 The host buffers rotate: one is written again only when the step that used it is done. Nothing else is shared with
 the device, and all device work is on one stream, in the order of the plans.
@@ -102,6 +103,12 @@ class Ticket:
     samples: int
     result: StepResult | None = None
     prompts: dict[int, tuple[int, list[TokenLogprobs]]] | None = None
+
+
+def _decoding(view: PlanView) -> int:
+    """Rows whose attention is that of decoding, as the step kernels have it: all, when no row has two tokens."""
+    rows: int = view.rows if view.longest == 1 else view.decode_rows
+    return rows
 
 
 class CudaRunner:
@@ -244,7 +251,7 @@ class CudaRunner:
         if not np.bitwise_and.reduce(flags, initial=SAMPLE) & SAMPLE:
             samples = int(np.count_nonzero(flags & SAMPLE))
         ticket = Ticket(buffer, samples)
-        if rows and samples == view.decode_rows == rows and not rare:
+        if rows and samples == _decoding(view) == rows and not rare:
             filters = self.rows.any_filters(view.device_rows)
             self._run_decode_graph(self.decode_size(rows, prefix > 0), prefix > 0, filters)
         else:
@@ -302,10 +309,10 @@ class CudaRunner:
 
     def _shared_prefix(self, view: PlanView) -> int:
         """Keys that all decode rows share, when reading them once pays; else 0."""
-        rows = view.decode_rows
+        rows = _decoding(view)
         if rows < PREFIX_ROWS or any(self._windows):
             return 0
-        keys = self.rows.shared_columns(view, self.block_size) * self.block_size
+        keys = self.rows.shared_columns(view, rows, self.block_size) * self.block_size
         return keys if keys * (rows - 1) >= PREFIX_KEYS else 0
 
     def _cut(self, lanes: int) -> Cut:
@@ -313,7 +320,7 @@ class CudaRunner:
 
     def _body(self, view: PlanView, prefix: int) -> None:
         """Graph B, or its kernels one by one."""
-        rows, tokens, decodes = view.rows, view.total_tokens, view.decode_rows
+        rows, tokens, decodes = view.rows, view.total_tokens, _decoding(view)
         if not rows:  # writes only
             begin(
                 self._words, self.step, self.rows.tables_SM, self.rows.params_SP, self.rows.last_token_S,
@@ -335,7 +342,7 @@ class CudaRunner:
 
     def _run_exact(self, view: PlanView, prefix: int) -> Tensor:
         """Graph B's kernels one by one, for exactly this plan; the stream of all its tokens."""
-        decodes = view.decode_rows
+        decodes = _decoding(view)
         tiles = int((-(-view.length[decodes:] // self._tile)).sum())
         items = self._cut(decodes).items + decodes if decodes else 0
         return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0))

@@ -2,6 +2,9 @@
 
 Order: rows that compute their own last token; chunks of running rows that the host feeds; admissions. A block that
 is freed, or read as a copy source, while the plan is made is no copy destination in it.
+
+The last token of a sequence is always computed, since somebody must yield the logits after it. When the prefix cache
+has all of a sequence, that token goes into a copy of the last block: who reads the cached one never sees a write.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class Planner:
         self.draft = PlanDraft(state.step)
         self.chunks: list[tuple[int, int, int, int]] = []  # row, start, length, flags of rows that the host feeds
         self.published: list[tuple[int, I64]] = []
+        self.copied: dict[int, list[int]] = {}  # see `Step`; these blocks are held until the plan is complete
         self.budget = state.limits.max_num_batched_tokens
         self.mark = state.pool.mark
         self.held_back = False  # someone gave way or sat out: admit nobody
@@ -58,6 +62,8 @@ class Planner:
     def _finish(self, rows: I64, start: I64, flags: I64) -> Step:
         """The step from its decode rows, and from what was gathered in `draft` and `chunks`."""
         slots, count = self.slots, len(rows)
+        if self.copied:
+            self._release_copied()
         columns = self.state.scratch[:, : count + len(self.chunks)]
         columns[0, :count], columns[1, :count], columns[2, :count] = rows, start, 1
         columns[3, :count] = (flags & IS_RARE) | SAMPLE
@@ -74,7 +80,7 @@ class Planner:
         self.stats.steps += 1
         self.stats.block_copies += len(self.draft.copies) // 2
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.usable - self.pool.free)
-        return Step(self.state.step, words, rows, device_rows, end, samples, self.published)
+        return Step(self.state.step, words, rows, device_rows, end, samples, self.published, self.copied)
 
     def _charge(self, decodes: I64) -> None:
         """Count what this step serves each tenant: tokens computed, and one generated token for each sample."""
@@ -311,16 +317,19 @@ class Planner:
         if sequence.forked is not None:
             need = 1 if column == len(sequence.forked) else int(pool.ref[sequence.forked[column]] > 1)
         else:
-            # The last token is always computed: somebody must yield the logits after it.
-            # Who wants log-probabilities of its prompt computes all of it.
+            # Who wants log-probabilities of its prompt computes all of it. A block of one token is not worth a copy.
             if sequence.request.prompt_logprobs < 0:
-                keys = sequence.keys[: KEY_BYTES * ((known - 1) >> self.state.shift)]
-                hit = pool.match(keys, sequence.request.root)
+                full = known >> self.state.shift if self.state.mask else known - 1
+                hit = pool.match(sequence.keys[: KEY_BYTES * full], sequence.request.root)
             if self._is_written_now(hit):
                 return NOT_NOW
-            need = total - len(hit)
+            need = max(total - len(hit), 1)  # 1: for the copy of the last block, when the cache has them all
         spare = pool.free - (self.limits.watermark if self.state.busy else 0)
-        if need + pool.unreferenced(hit) > spare:
+        taken = need + pool.unreferenced(hit)
+        if taken > spare and len(hit) == total:  # there is no room beside the last block: it is computed again
+            hit = hit[:-1]
+            taken = need + pool.unreferenced(hit)
+        if taken > spare:
             # With nobody running, the blocks that waiting forks hold are all that is in the way.
             if not self.state.busy and self.state.reclaim_forks():
                 return self._try_admit(row)
@@ -332,18 +341,43 @@ class Planner:
                 return NO_ROOM
             blocks = sequence.forked
         else:
-            pool.hold(hit)
-            blocks = np.concatenate([hit, pool.take(need)])
+            blocks, cached = self._share_cached(row, hit, total)
             if sequence.host is None:
-                slots.computed[row] = len(hit) << self.state.shift
+                slots.computed[row] = cached
             if not sequence.admitted:
-                sequence.cached = int(slots.computed[row])
+                sequence.cached = cached
                 self.stats.prompt_tokens += known
-                self.stats.prefix_hit_tokens += sequence.cached
+                self.stats.prefix_hit_tokens += cached
         self._set_up(row, sequence, blocks)
         if sequence.host is not None:
-            self._swap_in(row, sequence, sequence.host, len(hit))
+            self._swap_in(row, sequence, sequence.host, cached)
         return ADMITTED
+
+    def _share_cached(self, row: int, hit: I64, total: int) -> tuple[I64, int]:
+        """Blocks for a row that needs `total` and finds `hit` in the cache, and how many tokens that spares it."""
+        pool, shift = self.pool, self.state.shift
+        if len(hit) == total:
+            source = int(hit[-1])
+            pool.hold(hit[:-1] if source in self.copied else hit)
+            copiers = self.copied.setdefault(source, [])
+            hit = hit[:-1]
+            copy = pool.take_freed_before(self.mark)
+            if copy is not None:
+                self.draft.copies += (source, copy)
+                copiers.append(row)
+                return np.append(hit, copy), (total << shift) - 1
+        else:
+            pool.hold(hit)
+        return np.concatenate([hit, pool.take(total - len(hit))]), len(hit) << shift
+
+    def _release_copied(self) -> None:
+        """Let go of the cached blocks that this plan copies: their first copies stand for those that nobody holds."""
+        slots, pool = self.slots, self.pool
+        pool.drop(np.array(list(self.copied)))
+        for source, rows in self.copied.items():
+            if rows and not pool.ref[source]:
+                columns = int(slots.blocks[rows[0]])
+                self.published.append((rows[0], self.state.publish(rows[0], columns - 1, columns)))
 
     def _sections_hold(self, row: int, sequence: Sequence, blocks: int) -> bool:
         """Whether the sections of this plan have room to set a row up with so many blocks."""
@@ -358,14 +392,14 @@ class Planner:
         words = len(rare_words(sequence.request, 0, sequence.ids))
         return len(self.draft.extras) + words <= self.limits.extras_capacity
 
-    def _swap_in(self, row: int, sequence: Sequence, host: I64, first: int) -> None:
-        """Bring back from the host what a row had computed, from column `first` on, and publish it again.
+    def _swap_in(self, row: int, sequence: Sequence, host: I64, cached: int) -> None:
+        """Bring back from the host what a row had computed behind its `cached` tokens, and publish it again.
 
-        The columns before were in the prefix cache; it may even have more than the row itself.
+        These were in the prefix cache, which may even have more than the row itself had.
         """
         slots, state = self.slots, self.state
         computed = int(slots.computed[row])
-        last = -(-computed >> state.shift)
+        first, last = -(-cached >> state.shift), -(-computed >> state.shift)
         if first < last:
             pairs = np.stack((host[first:last], state.blocks_of(row)[first:last]), axis=1)
             self.draft.swap_in += pairs.reshape(-1).tolist()
@@ -374,7 +408,7 @@ class Planner:
             if self.pool.prefix_cache:
                 self.published.append((row, state.publish(row, first, computed >> state.shift)))
         else:
-            slots.computed[row] = first << state.shift
+            slots.computed[row] = cached
             sequence.swap_step = 0
         state.host.give_back(host)
         sequence.host = None

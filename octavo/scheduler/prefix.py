@@ -92,13 +92,6 @@ class PrefixIndex:
         out: list[int] = np.flatnonzero(self._run_of).tolist()
         return out
 
-    def parent_key(self, block: int) -> bytes | None:
-        """The key before a published block's own; None at the start of a text, and of a block without a key."""
-        run, at = self._where(block)
-        if at:
-            return run.key(at - 1) or None
-        return run.parent[0].key(run.parent[1]) if run.parent else None
-
     def _where(self, block: int) -> Place:
         run = self._runs[self._run_of[block]]
         if run is None:

@@ -103,6 +103,7 @@ class Step:
     end: I64  # position after the last token that the row computes, where a sampled token goes
     samples: I64  # positions in `rows` of the rows that sample, in order
     published: list[tuple[int, I64]]  # (host row, blocks) entered in the prefix index by this plan
+    copied: dict[int, list[int]]  # cached blocks, and the host rows whose last block this plan makes a copy of it
 
 
 @dataclass(frozen=True, slots=True)

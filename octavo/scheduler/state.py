@@ -383,9 +383,9 @@ class SchedulerState:
         """End the whole requests of some rows of `step` with an error; nothing that they wrote stays in the index.
 
         Rows that have ended meanwhile count: their siblings and the index have what they wrote.
-        lost: the step did not run, so what it was to write is not there, and requests that share it end as well.
-        Otherwise their logits were not finite: any block of theirs may be to blame, and who shares such a block
-        will find out by itself.
+        lost: the step did not run, so what it was to write is not there, and requests that share or copied it end as
+        well. Otherwise their logits were not finite: any block of theirs may be to blame, and who shares or copied
+        such a block will find out by itself.
         """
         slots, pool = self.slots, self.pool
         failed = set(rows)
@@ -393,6 +393,8 @@ class SchedulerState:
             failed.update(self._lose_swapped(step))
         suspects: set[int] = set()
         for late in (step, *self.in_flight):  # steps after it went on from what it wrote
+            if lost:
+                failed.update(row for block in suspects & late.copied.keys() for row in late.copied[block])
             for row, blocks in late.published:
                 if row in failed:
                     suspects.update(blocks[pool.index.filled_at[blocks] == late.number].tolist())

@@ -82,8 +82,49 @@ def test_salts_keep_prefixes_apart(decoder):
         engine.run()
         hits.append(engine.scheduler.stats.prefix_hit_tokens - before)
     assert hits[0] == hits[2] == hits[3] == 0
-    assert hits[1] == hits[4] == 80
+    assert hits[1] == hits[4] == 95  # all but the last token
     assert len({tuple(tokens) for tokens in engine.tokens.values()}) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_prompt_that_is_cached_as_a_whole_computes_one_token(decoder, depth):
+    """Its last block is copied: nobody waits, and the cached block is never written."""
+    ids = prompt_ids(256)
+    engine, alone = TinyEngine(decoder, depth=depth), TinyEngine(decoder, cache=False)
+    for one in (engine, alone):
+        one.submit(0, ids, SamplingParams(temperature=0, max_tokens=1))
+        one.run()
+    stats, pool = engine.scheduler.stats, engine.scheduler.state.pool
+    blocks = sorted(pool.index.blocks())
+    kept = engine.runner.pool.data[:, :, blocks].clone()
+    for i in range(1, 21):
+        for one in (engine, alone):
+            one.submit(i, ids, SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True))
+    engine.step()
+    assert stats.prompt_tokens_computed == 256 + 20 and stats.block_copies == 20
+    assert stats.prefix_hit_tokens == 20 * 255
+    assert pool.usable - pool.free == 15 + 20  # what they share, and a block each
+    engine.run()
+    alone.run()
+    assert engine.tokens == alone.tokens
+    assert (engine.runner.pool.data[:, :, blocks] == kept).all()
+    assert len(pool.index.entries()) == 16 and len(pool.index.deferred()) == 1  # one answer can be gone on from
+    engine.submit(99, ids + engine.tokens[1, 0][:16] + [5], SamplingParams(temperature=0, max_tokens=1))
+    engine.run()
+    assert stats.prefix_hit_tokens == 20 * 255 + 272
+
+
+def test_a_prompt_that_is_cached_as_a_whole_without_room_for_a_copy(decoder):
+    ids = prompt_ids(64)
+    engine = TinyEngine(decoder, blocks=5)
+    engine.submit(0, ids, SamplingParams(temperature=0, max_tokens=1))
+    engine.run()
+    engine.submit(1, [7], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine.step()
+    engine.submit(2, ids, SamplingParams(temperature=0, max_tokens=1))
+    engine.run()
+    assert engine.tokens[2, 0] == engine.tokens[0, 0]
+    assert engine.scheduler.stats.prefix_hit_tokens == 48 and engine.scheduler.stats.block_copies == 0
 
 
 def test_a_block_is_matched_by_its_whole_prefix(decoder):

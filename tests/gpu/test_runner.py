@@ -91,6 +91,23 @@ def test_shared_prefix_gives_the_same_ids() -> None:
     assert engines[1].tokens == engines[0].tokens
 
 
+def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(64)] for _ in range(3)]
+    engines = []
+    for engine in (TinyEngine(tiny_decoder()), cuda_engine(on_device(torch.float32), eager=True, depth=1)):
+        engines.append(engine)
+        for i in range(30):
+            engine.submit(i, prompts[i % 3], SamplingParams(temperature=0.9, seed=i, max_tokens=5, ignore_eos=True))
+            if i == 2:
+                engine.run()
+        fed = engine.scheduler.stats.prompt_tokens_computed
+        engine.loop.runner._run_mixed_graph = None  # not needed: calling it fails
+        engine.run()
+        assert engine.scheduler.stats.prompt_tokens_computed - fed == 27
+    assert engines[1].tokens == engines[0].tokens
+
+
 def test_steady_steps_never_wait() -> None:
     engine = cuda_engine(on_device(torch.float32), depth=1, seqs=32)
     for i in range(32):

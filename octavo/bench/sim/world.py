@@ -129,7 +129,7 @@ class World:
         if isinstance(event, Fault):
             steps = self.scheduler.stats.steps
             # Three failed steps in a row end an engine, and rightly; two poisons at a time cannot be told apart.
-            if steps >= self.next_fault and not (self.poisoned and event.kind == "bad kv"):
+            if steps >= self.next_fault and not (self.faulty and event.kind == "bad kv"):
                 self.runner.inject(event.kind, event.victim)
                 self.next_fault = steps + 4
         elif isinstance(event, Abort):

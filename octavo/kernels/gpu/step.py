@@ -22,7 +22,7 @@ from torch import Tensor
 # Words of `StepTables.meta`.
 M_ROWS = tl.constexpr(0)
 M_TOKENS = tl.constexpr(1)
-M_DECODE = tl.constexpr(2)  # rows that compute their own last token; they come first
+M_DECODE = tl.constexpr(2)  # rows of one token, which come first: who feeds itself, or all if no row has more
 M_ITEMS = tl.constexpr(3)
 M_CHUNK = tl.constexpr(4)  # keys of one decode item
 M_TILES = tl.constexpr(5)
@@ -130,7 +130,8 @@ def _arithmetic(
 ):  # fmt: skip
     """Lengths, offsets and cuts of all rows, in one program."""
     plan = WORDS + RUN_WORDS
-    rows, decode_rows = tl.load(plan + 3), tl.load(plan + 5)
+    rows = tl.load(plan + 3)
+    decode_rows = tl.where(tl.load(plan + 6) > 1, tl.load(plan + 5), rows)
     prefix = tl.load(WORDS)
     at = plan + tl.load(plan + _H_ROWS)
     r = tl.arange(0, RB)
@@ -253,7 +254,7 @@ def _expand(
     rows = tl.load(META + M_ROWS)
     if lane < lanes:
         if lane < rows:
-            decode_rows = tl.load(META + M_DECODE)
+            decode_rows = tl.load(WORDS + RUN_WORDS + 5)
             _write_tokens(WORDS, ROWS, TABLES, LAST, IDS, POSITIONS, SLOTS, R, M, lane, decode_rows, S, BLOCK)
             _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, BLOCK)
         if lane >= tl.load(META + M_SAMPLES):  # samples that are not there read token 0

@@ -64,6 +64,26 @@ def test_same_tokens_as_the_torch_runner() -> None:
         assert abs(other.chosen - entry.chosen) < 1e-4 and other.rank == entry.rank
 
 
+def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
+    """Their last token comes from the host, and is written into a copy of its block."""
+    size = {"budget": 24, "seqs": 9, "max_len": 40}
+    engines = []
+    for exchanged in (False, True):
+        engine = TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size)
+        if exchanged:
+            engine = on_kernels(engine, **size)
+        engine.submit(0, [5, 7, 9, 11] * 6, SamplingParams(temperature=0.0, max_tokens=1))
+        engine.run()
+        engine.loop.runner._run_mixed_graph = None  # type: ignore[attr-defined]  # nobody calls it
+        for i in range(9):
+            params = SamplingParams(temperature=0.9, seed=i, max_tokens=3, logprobs=2 if i == 8 else None)
+            engine.submit(1 + i, [5, 7, 9, 11] * (6 if i % 2 else 4), params)
+        engine.run()
+        assert engine.scheduler.stats.block_copies == 9
+        engines.append(engine)
+    assert engines[1].tokens == engines[0].tokens
+
+
 def test_sequences_that_gave_way_come_back_from_the_host() -> None:
     size = {"budget": 16, "seqs": 2, "max_len": 24}
     engines = []

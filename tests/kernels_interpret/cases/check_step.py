@@ -78,3 +78,10 @@ def test_tiles_cover_all_chunk_tokens_once() -> None:
     tiles = int(case.step.meta[M_TILES.value])
     assert sorted(case.step.tiles_2Q[:, :tiles].T.tolist()) == [[1, 0], [1, 8], [1, 16], [1, 24], [2, 0], [3, 0]]
     assert columns(case, C_TOKENS) == [1, 30, 8, 1]
+
+
+def test_a_step_of_single_tokens_is_decoding_whoever_feeds_them() -> None:
+    case = make_case([3], [(40, 1), (100, 1)], CUT)
+    assert case.step.meta[[2, M_TILES.value]].tolist() == [3, 0]
+    assert case.step.ids_T.tolist() == case.ids
+    assert make_case([3], [(40, 1), (100, 2)], CUT).step.meta[2] == 1
