@@ -127,7 +127,7 @@ def join(parts: Sequence[Packed]) -> Packed | None:
         return None
     zeros = None
     if any(part.zeros_RG is not None for part in parts):
-        zeros = np.concatenate([_zeros(part) for part in parts])
+        zeros = np.concatenate([zeros_of(part) for part in parts])
     scales = [part.input_scale for part in parts if part.input_scale is not None]
     return replace(
         first,
@@ -139,7 +139,8 @@ def join(parts: Sequence[Packed]) -> Packed | None:
     )
 
 
-def _zeros(part: Packed) -> Array:
+def zeros_of(part: Packed) -> Array:
+    """zeros_RG, also where they are only implied."""
     if part.zeros_RG is not None:
         return part.zeros_RG
     return np.full(part.scales_RG.shape, IMPLIED_ZERO[part.kind], np.uint8 if part.kind == "int4" else np.int8)

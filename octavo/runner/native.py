@@ -23,14 +23,14 @@ from octavo.machine import usable_cores
 from octavo.model.rotary import inverse_frequencies
 from octavo.model.spec import ModelSpec, RopeSpec
 from octavo.quantization import ggml
-from octavo.quantization.as_ggml import as_ggml
-from octavo.quantization.packed import Packed
+from octavo.quantization.packed import Packed, zeros_of
 from octavo.runner.base import StepResult, TokenLogprobs
 from octavo.runner.edits import Edits, PromptChunk, note_edits, prompt_chunks
 from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, PlanView
-from octavo.weights.checkpoint import QUANTISED, Array, Checkpoint, is_block_type, to_float32
+from octavo.weights.checkpoint import Array, Checkpoint, is_block_type, to_float32
 from octavo.weights.load import Loaded, load
 from octavo.weights.needs import Source, TensorNeed
+from octavo.weights.quantized import stored_arrays
 
 if TYPE_CHECKING:
     from octavo.kernels.native import _native
@@ -44,7 +44,8 @@ FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "f32", "int8": "q8"
 
 _HEAD_ROWS = 16  # rows of logits that are looked at together in a step with rare rows
 _FINE = "FINE"  # tag of numbers that are to become blocks of 8 bits
-_NO_BYTES = np.empty(0, np.uint8)
+_NO_BYTES, _NO_ORDER = np.empty(0, np.uint8), np.empty(0, np.int32)
+_BLOCK = 32  # columns; groups that share a scale are whole blocks
 _PAIRED = ("gate_up", "experts_gate_up")  # gate and up come one after the other
 
 
@@ -294,12 +295,13 @@ def _load_weights(
     places, parts = _split(spec, needs)
     names = [] if dtype == "float32" else [need.name for need in parts]
     gate: Loaded | None = None
+    read: list[Source] = []
     loaded = load(parts, checkpoint, names if as_stored else (), quantised=names)
     for place, part, item in zip(places, parts, loaded, strict=True):
-        item = _in_blocks(item)
         if place.name == "rope_factors":
             continue
-        if item.array.ndim == 1:
+        read += part.sources
+        if item.array.ndim == 1 and not item.parts:
             vector = np.ascontiguousarray(to_float32(item.array, item.dtype))
             engine.add_vector(place.layer, place.name, place.part, vector)
         elif place.name not in _PAIRED:
@@ -310,18 +312,10 @@ def _load_weights(
         else:
             _add(engine, place, gate, item, dtype)
             gate = None
-        for source in part.sources:
-            if checkpoint.info(source.name).dtype not in QUANTISED:
-                _give_back(checkpoint.read(source.name))
-
-
-def _in_blocks(item: Loaded) -> Loaded:
-    """A quantised matrix as GGUF blocks or, where they cannot hold it, as numbers for blocks of 8 bits."""
-    if not item.parts:
-        return item
-    part = item.parts[0]  # each need here has one source
-    array, tag = as_ggml(part) if isinstance(part, Packed) else part
-    return Loaded(item.name, array, tag if tag in PACKED else _FINE)
+        for source in read:
+            for stored in stored_arrays(checkpoint, source.name):
+                _give_back(stored)
+        read = []
 
 
 def _split(spec: ModelSpec, needs: Sequence[TensorNeed]) -> tuple[list[Place], list[TensorNeed]]:
@@ -389,6 +383,11 @@ def _experts(need: TensorNeed) -> list[Source]:
 
 def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | None, dtype: str) -> None:
     """Pack one matrix, or two of equal size into common panels."""
+    packed = [one for item in (first, second) if item is not None for one in item.parts if isinstance(one, Packed)]
+    if packed:
+        if (place.name not in _PAIRED or len(packed) == 2) and _fit(packed):
+            return _add_grouped(engine, place, packed)
+        first, second = _numbers(first), second and _numbers(second)
     rows, columns = first.array.shape[0], _columns(first)
     if second is not None and second.dtype != first.dtype:
         first, second = _widened(first), _widened(second)
@@ -404,6 +403,54 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
     other = data[1] if second else _NO_BYTES
     mapped = all(_file(one) is not None for one in data)
     engine.add_matrix(place.layer, place.name, place.part, stored, wish, rows, columns, data[0], other, mapped)
+
+
+def _fit(packed: list[Packed]) -> bool:
+    """Whether the engine holds these as they are: integers, whole groups, the same layout for both of a pair.
+
+    Halves of a pair whose columns lie in different orders read different activations, so they have no common panels.
+    """
+    first, last = packed[0], packed[-1]
+    if (first.kind, first.shape, first.columns) != (last.kind, last.shape, last.columns):
+        return False
+    if not np.array_equal(_order(first), _order(last)):
+        return False
+    for one in packed:
+        if one.kind == "fp8" or one.rows != 1 or (one.columns % _BLOCK and one.columns != one.shape[1]):
+            return False
+        if not np.isfinite(_halves(one.scales_RG)).all():
+            return False
+    return True
+
+
+def _add_grouped(engine: _native.Engine, place: Place, packed: list[Packed]) -> None:
+    """Pack codes as they are, with a scale and where there are any a zero for each group."""
+    zeros = any(one.zeros_RG is not None for one in packed)
+    arrays = []
+    for one in packed:
+        parts = (one.codes, _halves(one.scales_RG), zeros_of(one) if zeros else _NO_BYTES)
+        arrays.append([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
+    first, second = arrays[0], arrays[1] if len(arrays) == 2 else []
+    one = packed[0]
+    group = -(-one.columns // _BLOCK) * _BLOCK
+    mapped = all(_file(codes) is not None for codes, *_ in arrays)
+    tag = "INT4" if one.kind == "int4" else "INT8"
+    engine.add_grouped(*place, tag, group, *one.shape, first, second, _order(one), mapped)
+
+
+def _order(packed: Packed) -> Array:
+    return _NO_ORDER if packed.order_I is None else packed.order_I
+
+
+def _halves(scales_RG: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return scales_RG.astype(np.float16)
+
+
+def _numbers(item: Loaded) -> Loaded:
+    """What the engine cannot hold as it is, as numbers for blocks of 8 bits: finer than 4 bits or FP8 themselves."""
+    part = item.parts[0] if item.parts else None  # each need here has one source
+    return Loaded(item.name, part.dequantize(), _FINE) if isinstance(part, Packed) else item
 
 
 def _columns(item: Loaded) -> int:

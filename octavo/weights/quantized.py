@@ -24,10 +24,11 @@ _FIX = "Check that the download is complete and that config.json belongs to the 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One quantised matrix: the reader of its pieces, and what it is."""
+    """One quantised matrix: the reader of its pieces, what it is, and the names of the pieces."""
 
     read: Callable[[], Packed]
     info: TensorInfo
+    pieces: tuple[str, ...]
 
 
 class QuantizedCheckpoint:
@@ -76,13 +77,18 @@ class QuantizedCheckpoint:
         except ModelError as error:
             raise ModelError(f"The quantised tensor {name!r} cannot be read: {error.cause}.", _FIX) from None
 
+    def stored(self, name: str) -> list[Array]:
+        """All that the files have of a tensor, as stored."""
+        names = self._modules[name].pieces if name in self._modules else (name,)
+        return [self._inner.read(piece) for piece in names]
+
     def _add(self, module: str, found: tuple[Callable[[], Packed], tuple[int, int], str, tuple[str, ...]]) -> None:
         read, shape, tag, pieces = found
         names = [f"{module}.{piece}" for piece in pieces if f"{module}.{piece}" in self._present]
         self._hidden.update(names)
         infos = [self._inner.info(name) for name in names]
         info = TensorInfo(f"{module}.weight", tag, shape, sum(info.nbytes for info in infos), infos[0].file)
-        self._modules[info.name] = _Module(read, info)
+        self._modules[info.name] = _Module(read, info, tuple(names))
 
     def _piece(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> TensorInfo:
         """Facts about a piece that must be there; with `shape`, it must have that."""
@@ -216,6 +222,11 @@ class QuantizedCheckpoint:
         """Scales as float16 or float32."""
         info, stored = self._inner.info(name), self._inner.read(name)
         return np.asarray(stored) if info.dtype == "F16" else to_float32(stored, info.dtype)
+
+
+def stored_arrays(checkpoint: Checkpoint, name: str) -> list[Array]:
+    """All that the files have of a tensor, as stored: views of mapped files where they are mapped."""
+    return checkpoint.stored(name) if isinstance(checkpoint, QuantizedCheckpoint) else [checkpoint.read(name)]
 
 
 def packed_tensor(checkpoint: Checkpoint, name: str) -> Packed:

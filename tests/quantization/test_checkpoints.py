@@ -239,7 +239,8 @@ def test_zeros_of_nought_borrow_from_their_neighbours(tmp_path: Path) -> None:
     np.testing.assert_allclose(read(*arrays, None, 4, 1).dequantize(), dense, rtol=1e-6)
 
 
-def test_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["gptq 32 asym", "gptq desc_act"])
+def test_experts(case: str, tmp_path: Path) -> None:
     """Quantised experts: widened on the torch path, packed on the native one."""
     from transformers import Qwen3MoeConfig
 
@@ -248,9 +249,9 @@ def test_experts(tmp_path: Path) -> None:
     from tests.runner.native import log_probabilities
 
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     rival = make_rival(Qwen3MoeConfig(**sizes, max_position_embeddings=256, bos_token_id=1, eos_token_id=2))
-    writer, config = CASES["gptq 32 asym"]
+    writer, config = CASES[case]
     packed, plain = {}, {}
     for name, tensor in as_published(rival).items():
         module = name.removesuffix(".weight")

@@ -30,6 +30,20 @@ class Engine:
         second: NDArray[np.uint8],
         mapped: bool,
     ) -> None: ...
+    def add_grouped(
+        self,
+        layer: int,
+        name: str,
+        part: int,
+        stored: str,
+        group: int,
+        rows: int,
+        columns: int,
+        first: list[NDArray[np.uint8]],
+        second: list[NDArray[np.uint8]],
+        order: NDArray[np.int32],
+        mapped: bool,
+    ) -> None: ...
     def add_vector(self, layer: int, name: str, part: int, values: NDArray[np.float32]) -> None: ...
     def ready(self) -> None: ...
     def copy_blocks(self, pairs: NDArray[np.int32]) -> None: ...
@@ -88,6 +102,18 @@ def time_product(
     rows: int,
     columns: int,
     weights: NDArray[np.uint8],
+    m: int,
+    copies: int,
+    threads: int,
+    repeats: int,
+) -> float: ...
+def time_grouped(
+    isa: str,
+    stored: str,
+    group: int,
+    rows: int,
+    columns: int,
+    weights: list[NDArray[np.uint8]],
     m: int,
     copies: int,
     threads: int,

@@ -94,13 +94,33 @@ Linear* Engine::linear(int layer, const std::string& name) {
     return nullptr;
 }
 
-void Engine::add_matrix(int layer, const std::string& name, int part, const PackJob& job) {
+// Keeps the order in which a matrix reads its inputs; all matrices of a product share what is the same. `own`: each has
+// activations of its own anyway.
+void Engine::set_order(Linear& linear, Matrix& matrix, const int32_t* order, bool own) {
+    int n = matrix.columns, padded = pad_to(n, kBlock);
+    std::vector<const int32_t*>& known = linear.orders;
+    auto same = [&](const int32_t* other) { return std::equal(order, order + n, other); };
+    auto found = own ? known.end() : std::find_if(known.begin(), known.end(), same);
+    if (found == known.end()) {
+        int32_t* copy = weights_.take_array<int32_t>(static_cast<size_t>(padded));
+        std::copy_n(order, n, copy);
+        for (int i = n; i < padded; i++) copy[i] = i;  // the padding of activations stays where it is
+        matrix.order = copy;
+        if (own) return;
+        found = known.insert(known.end(), copy);
+    }
+    matrix.order = *found;
+    matrix.reads = static_cast<int>(found - known.begin()) + 1;
+}
+
+void Engine::add_matrix(int layer, const std::string& name, int part, const PackJob& job, const int32_t* order) {
     Matrix m;
     m.format = job.format;
+    m.group = job.group;
     m.rows = job.rows;
     m.columns = job.columns;
     m.panels = panels_of(job);
-    size_t bytes = panel_bytes(job.format, job.columns);
+    size_t bytes = m.panel_bytes = panel_bytes(job.format, job.columns, job.group);
     m.data = weights_.take_array<uint8_t>(bytes * static_cast<size_t>(m.panels));
     // Some megabytes at a time, so that little of a mapped file is in memory beside what was made of it.
     int step = std::max(8 * threads(), static_cast<int>((size_t{8} << 20) / bytes));
@@ -114,6 +134,7 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
         if (job.mapped) give_back(job, from, from + n);
     }
     if (layer < 0 && name == "embed") {
+        if (order) throw std::invalid_argument("an embedding whose columns are out of order");
         embed_ = m;
         return;
     }
@@ -123,7 +144,8 @@ void Engine::add_matrix(int layer, const std::string& name, int part, const Pack
     bool experts = name == "experts_gate_up" || name == "experts_down";  // each has rows of its own
     m.column0 = experts ? 0 : l->width;
     l->width = experts ? width : l->width + width;
-    l->forms |= form_of(m.format);
+    if (order) set_order(*l, m, order, experts);
+    if (!m.reads) l->forms |= m.order ? kFloat : form_of(m.format);
     l->parts.push_back(m);
 }
 
@@ -190,7 +212,10 @@ void Engine::ready() {
         head_.forms = form_of(embed_.format);
     }
     bool good = fits(head_, {dims_.vocab}, dims_.hidden);
-    for (const Layer& l : layers_) good = good && complete(l, dims_);
+    for (Layer& l : layers_) {
+        good = good && complete(l, dims_);
+        l.router.forms |= l.experts_gate_up.forms;  // both read the same rows
+    }
     if (!good) throw std::invalid_argument("a weight is missing or has a wrong size");
     allocate_buffers();
     allocate_pool();
@@ -237,7 +262,10 @@ void Engine::allocate_buffers() {
         cos_[i] = buffers_.take_array<float>(kChunk * half);
         sin_[i] = buffers_.take_array<float>(kChunk * half);
     }
-    acts_ = take_acts(kChunk, std::max({hidden_stride_, attn_stride_, mlp_stride}));
+    size_t widest = std::max({hidden_stride_, attn_stride_, mlp_stride}), orders = head_.orders.size();
+    for (const Layer& l : layers_)
+        for (const Linear* linear : {&l.qkv, &l.o, &l.gate_up, &l.down, &l.router}) orders = std::max(orders, linear->orders.size());
+    for (size_t i = 0; i <= orders; i++) acts_.push_back(take_acts(kChunk, widest));
     if (experts) {
         slot_acts_ = take_acts(slots, std::max(hidden_stride_, mlp_stride));
         slot_y_ = buffers_.take_array<float>(slots * hidden_stride_);
@@ -249,13 +277,14 @@ void Engine::allocate_buffers() {
     pieces_.resize(static_cast<size_t>(pool_.threads()));
     for (int t = 0; t < pool_.threads(); t++) {
         normed_.push_back(buffers_.take_array<float>(hidden_stride_));
+        ordered_.push_back(buffers_.take_array<float>(widest));
         size_t sampling = static_cast<size_t>(padded_vocab()) * 8;
         scratch_.push_back(buffers_.take_array<uint8_t>(std::max(kernels_->scratch_bytes, sampling)));
     }
 }
 
-Acts Engine::acts(size_t stride) const {
-    Acts a = acts_;
+Acts Engine::acts(size_t stride, int reads) const {
+    Acts a = acts_[static_cast<size_t>(reads)];
     a.stride = stride;
     return a;
 }
@@ -267,6 +296,6 @@ void Engine::copy_blocks(const int32_t* pairs, int n) {
                     pools_[0] + static_cast<size_t>(pairs[2 * i]) * stride, stride);
 }
 
-void Engine::embedding(int row, float* out) const { unpack_row(embed_.format, embed_.data, row, embed_.columns, out); }
+void Engine::embedding(int row, float* out) const { unpack_row(embed_.format, embed_.group, embed_.data, row, embed_.columns, out); }
 
 }  // namespace octavo

@@ -60,17 +60,22 @@ struct Dims {
     KvKind kv;
 };
 
-// One packed matrix, or a part of the rows of a product.
+// One packed matrix, or a part of the rows of a product. `order`: the input that each column belongs to, null when they
+// lie in order; `reads`: the activations it is multiplied with, 0 as they come, n in order n - 1 of the Linear.
 struct Matrix {
     Format format;
     uint8_t* data = nullptr;
     const float* bias = nullptr;
-    int rows = 0, columns = 0, panels = 0, column0 = 0;
+    const int32_t* order = nullptr;
+    size_t panel_bytes = 0;
+    int rows = 0, columns = 0, panels = 0, column0 = 0, group = 0, reads = 0;
 };
 
-// Matrices that read the same activations and write side by side, each from a multiple of 32 on.
+// Matrices that read the same activations and write side by side, each from a multiple of 32 on. `forms`: those that
+// are read as they come; `orders`: of columns, in which others read them in 8 bits.
 struct Linear {
     std::vector<Matrix> parts;
+    std::vector<const int32_t*> orders;
     int width = 0, forms = 0;
 };
 
@@ -107,7 +112,8 @@ class Engine {
     Engine(const Dims& dims, int threads, const std::string& isa);
 
     // Throw std::invalid_argument when the name or a size is wrong. `part` counts q, k, v.
-    void add_matrix(int layer, const std::string& name, int part, const PackJob& job);
+    // `order`: see Matrix, of job.columns inputs; null when columns lie in order.
+    void add_matrix(int layer, const std::string& name, int part, const PackJob& job, const int32_t* order = nullptr);
     void add_vector(int layer, const std::string& name, int part, const float* values, int n);
     void ready();
 
@@ -154,7 +160,8 @@ class Engine {
     void allocate_buffers();
     void allocate_pool();
     Acts take_acts(size_t rows, size_t stride);
-    Acts acts(size_t stride) const;
+    Acts acts(size_t stride, int reads = 0) const;
+    void set_order(Linear& linear, Matrix& matrix, const int32_t* order, bool own);
 
     void chunk(const Step& step, int first, int count);
     void plan_attention(const Step& step);
@@ -166,11 +173,14 @@ class Engine {
     void embed(int thread);
     void layer(const Layer& layer, uint8_t* pool, const Step& step, bool last, int thread);
     void drop_unwanted(int thread);
-    void add_and_norm(const float* post_norm, const float* norm, int forms, int thread);
-    void convert_rows(const float* x, size_t stride, int rows, int forms, int thread);
+    void add_and_norm(const float* post_norm, const float* norm, const Linear* next, int thread);
+    void convert(const float* x, size_t stride, size_t row, const Linear& next, int thread);
+    void convert_ordered(const float* x, const Matrix& matrix, const Acts& to, size_t row, int thread);
+    void convert_rows(const float* x, size_t stride, int rows, const Linear& next, int thread);
     void multiply(const Linear& linear, size_t in_stride, int n, float* out, size_t out_stride, Epilogue epilogue,
                   int thread);
-    void multiply(const std::vector<Piece>& pieces, const Acts& acts, float* out, size_t out_stride, Epilogue epilogue,
+    // `plain`: the activations as they come, for matrices that read no others.
+    void multiply(const std::vector<Piece>& pieces, const Acts& plain, float* out, size_t out_stride, Epilogue epilogue,
                   int thread);
     void project(const Linear& linear, size_t in_stride, int thread);
     void token_heads(const Layer& layer, uint8_t* pool, const Step& step, int thread);
@@ -200,9 +210,9 @@ class Engine {
     float *cos_[2] = {}, *sin_[2] = {};  // without and with a window
     uint8_t* q_ = nullptr;
     float* y_ = nullptr;  // what a norm is applied to before it is added to x
-    Acts acts_{};
+    std::vector<Acts> acts_;       // as they come, then in the orders of the next product
     std::vector<std::vector<Piece>> pieces_;  // per thread
-    std::vector<float*> normed_;   // per thread
+    std::vector<float*> normed_, ordered_;   // per thread
     std::vector<uint8_t*> scratch_;  // per thread
     std::vector<float> kept_, logits_;
     std::vector<Token> tokens_;

@@ -20,20 +20,28 @@ void Engine::experts(const Layer& l, int thread) {
     pool_.barrier();
     Acts from = acts(hidden), to = slot_acts_;
     to.stride = hidden;
-    int forms = l.experts_gate_up.forms;
     mine(slots, [&](size_t c) {
         size_t token = c / static_cast<size_t>(chosen), slot = static_cast<size_t>(slot_[c]);
-        if (forms & kInt8) {
+        const Matrix& up = l.experts_gate_up.parts[static_cast<size_t>(choice_[c])];
+        int form = form_of(up.format);
+        if (up.order) return convert_ordered(from.f32 + token * hidden, up, to, slot, thread);
+        if (form & kInt8) {
             std::copy_n(from.q + token * hidden, hidden, to.q + slot * hidden);
             std::copy_n(from.blocks + token * (hidden / kBlock), hidden / kBlock, to.blocks + slot * (hidden / kBlock));
         }
-        if (forms & kBf16) std::copy_n(from.bf16 + token * hidden, hidden, to.bf16 + slot * hidden);
-        if (forms & kFloat) std::copy_n(from.f32 + token * hidden, hidden, to.f32 + slot * hidden);
+        if (form & kBf16) std::copy_n(from.bf16 + token * hidden, hidden, to.bf16 + slot * hidden);
+        if (form & kFloat) std::copy_n(from.f32 + token * hidden, hidden, to.f32 + slot * hidden);
     });
     pool_.barrier();
     multiply(up_pieces_, to, mlp_, mlp, dims_.gelu ? Epilogue::GateGelu : Epilogue::GateSilu, thread);
     to.stride = mlp;
-    mine(slots, [&](size_t s) { kernels_->convert(mlp_ + s * mlp, to, s, l.experts_down.forms); });
+    mine(slots, [&](size_t c) {
+        size_t slot = static_cast<size_t>(slot_[c]);
+        const Matrix& down = l.experts_down.parts[static_cast<size_t>(choice_[c])];
+        const float* x = mlp_ + slot * mlp;
+        if (down.order) return convert_ordered(x, down, to, slot, thread);
+        kernels_->convert(x, to, slot, form_of(down.format));
+    });
     pool_.barrier();
     multiply(down_pieces_, to, slot_y_, hidden, Epilogue::Store, thread);
     mine(n, [&](size_t t) {

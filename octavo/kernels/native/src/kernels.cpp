@@ -19,7 +19,8 @@ extern const Kernels kKernels;
 const Kernels kKernels = {
     OCTAVO_NAME,
     {product<Format::Q4>, product<Format::Q4M>, product<Format::Q5>, product<Format::Q5M>, product<Format::Q6>,
-     product<Format::Q8>, product<Format::BF16>, product<Format::F32>},
+     product<Format::Q8>, product<Format::BF16>, product<Format::F32>, product<Format::G4>, product<Format::G4Z>,
+     product<Format::G8>, product<Format::G8Z>},
     norm,
     convert,
     token_heads,

@@ -19,8 +19,8 @@ constexpr int kMaxQueries = 48;  // queries of one attention task
 inline int pad_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // How a packed weight block (32 rows x 32 columns) lies; see weights.h.
-enum class Format : int { Q4, Q4M, Q5, Q5M, Q6, Q8, BF16, F32 };
-constexpr int kFormats = 8;
+enum class Format : int { Q4, Q4M, Q5, Q5M, Q6, Q8, BF16, F32, G4, G4Z, G8, G8Z };
+constexpr int kFormats = 12;
 
 // Forms of activations that products read; a bit set says which ones are wanted.
 enum Form : int { kInt8 = 1, kBf16 = 2, kFloat = 4 };
@@ -54,6 +54,7 @@ struct Product {
     const uint8_t* weights;  // first panel
     size_t panel_bytes;
     int columns;  // padded to 32
+    int group;    // columns that share a scale, a multiple of 32; for G formats
     Acts acts;
     int m0, m1, p0, p1;
     int last;     // end of the panels that this thread is going to use

@@ -36,6 +36,7 @@ PackJob pack_job(const std::string& stored, const std::string& format, int rows,
     require(stored_of(stored, &job.stored), "unknown stored type");
     job.format = native_format(job.stored);
     if (!format.empty()) require(format_of(format, &job.format), "unknown format");
+    require(job.stored < Stored::Int4, "codes come with their scales");
     bool plain = job.stored == Stored::F32 || (job.stored == Stored::BF16 && job.format == Format::BF16);
     require(plain || job.format == native_format(job.stored), "this stored type cannot be packed in this format");
     int whole = job.stored >= Stored::Q4_K && job.stored <= Stored::Q6_K ? 256 : job.stored < Stored::BF16 ? kBlock : 1;
@@ -46,6 +47,31 @@ PackJob pack_job(const std::string& stored, const std::string& format, int rows,
     job.second = second.size() ? second.data() : nullptr;
     job.rows = rows;
     job.columns = columns;
+    return job;
+}
+
+// A matrix whose scales lie apart, from its arrays: codes, scales, and zeros or nothing. `second` may be empty.
+using Arrays = std::vector<Vector<const uint8_t>>;
+PackJob grouped_job(const std::string& stored, int group, int rows, int columns, const Arrays& first, const Arrays& second) {
+    PackJob job{};
+    require(stored_of(stored, &job.stored) && job.stored >= Stored::Int4, "unknown type of codes");
+    require(rows > 0 && columns > 0 && (job.stored == Stored::Int8 || columns % 2 == 0), "columns are not whole bytes");
+    require(group > 0 && group % kBlock == 0 && pad_to(columns, kBlock) % group == 0, "columns are not whole groups");
+    require(first.size() == 3 && (second.empty() || second.size() == 3), "a matrix is codes, scales and zeros");
+    size_t scales = static_cast<size_t>(rows) * static_cast<size_t>(pad_to(columns, kBlock) / group);
+    bool zeros = first[2].size() > 0;
+    for (const Arrays* matrix : {&first, &second}) {
+        if (matrix->empty()) continue;
+        const Arrays& a = *matrix;
+        require(a[0].size() == stored_row_bytes(job.stored, columns) * static_cast<size_t>(rows) && a[1].size() == 2 * scales &&
+                    a[2].size() == (zeros ? scales : 0), "the matrix has a wrong number of bytes");
+        (matrix == &first ? job.first : job.second) = a[0].data();
+        job.groups[matrix == &second] = {a[1].data(), zeros ? a[2].data() : nullptr};
+    }
+    job.format = native_format(job.stored, zeros);
+    job.rows = rows;
+    job.columns = columns;
+    job.group = group;
     return job;
 }
 
@@ -104,6 +130,17 @@ void bind_engine(nb::module_& m) {
                  job.mapped = mapped;
                  nb::gil_scoped_release release;
                  e.add_matrix(layer, name, part, job);
+             })
+        .def("add_grouped",
+             [](Engine& e, int layer, const std::string& name, int part, const std::string& stored, int group, int rows, int columns,
+                const Arrays& first, const Arrays& second, Vector<const int32_t> order, bool mapped) {
+                 PackJob job = grouped_job(stored, group, rows, columns, first, second);
+                 job.mapped = mapped;
+                 require(order.size() == 0 || size(order) == columns, "the order of the columns has a wrong size");
+                 for (int i = 0; i < size(order); i++)
+                     require(order.data()[i] >= 0 && order.data()[i] < columns, "a column out of range");
+                 nb::gil_scoped_release release;
+                 e.add_matrix(layer, name, part, job, order.size() ? order.data() : nullptr);
              })
         .def("add_vector", [](Engine& e, int layer, const std::string& name, int part,
                               Vector<const float> v) { e.add_vector(layer, name, part, v.data(), static_cast<int>(v.size())); })
@@ -194,6 +231,18 @@ void bind_probes(nb::module_& m) {
         require(static_cast<int>(out.shape(0)) == rows && static_cast<int>(out.shape(1)) == columns, "shapes do not fit");
         probe_unpack(job, out.data());
     });
+    m.def("product_grouped", [](const std::string& isa, const std::string& stored, int group, int rows, int columns,
+                                const Arrays& weights, Table<const float> x, Table<float> out) {
+        PackJob job = grouped_job(stored, group, rows, columns, weights, {});
+        require(static_cast<int>(x.shape(1)) == columns && static_cast<int>(out.shape(1)) == rows && out.shape(0) == x.shape(0),
+                "shapes do not fit");
+        probe_product(isa, job, x.data(), static_cast<int>(x.shape(0)), out.data());
+    });
+    m.def("unpack_grouped", [](const std::string& stored, int group, int rows, int columns, const Arrays& weights, Table<float> out) {
+        PackJob job = grouped_job(stored, group, rows, columns, weights, {});
+        require(static_cast<int>(out.shape(0)) == rows && static_cast<int>(out.shape(1)) == columns, "shapes do not fit");
+        probe_unpack(job, out.data());
+    });
     m.def("attention", [](const std::string& isa, const std::string& kv, std::vector<int> sizes, std::vector<float> factors,
                           Vector<const int32_t> start, Vector<const int32_t> length, Table<const int32_t> tables,
                           Vector<const float> q, Vector<const float> k, Vector<const float> v, Vector<float> out) {
@@ -209,6 +258,12 @@ void bind_probes(nb::module_& m) {
     m.def("time_product", [](const std::string& isa, const std::string& stored, const std::string& format, int rows, int columns,
                              Vector<const uint8_t> weights, int m, int copies, int threads, int repeats) {
         PackJob job = pack_job(stored, format, rows, columns, weights, Vector<const uint8_t>());
+        nb::gil_scoped_release release;
+        return time_product(isa, job, m, copies, threads, repeats);
+    });
+    m.def("time_grouped", [](const std::string& isa, const std::string& stored, int group, int rows, int columns, const Arrays& weights,
+                             int m, int copies, int threads, int repeats) {
+        PackJob job = grouped_job(stored, group, rows, columns, weights, {});
         nb::gil_scoped_release release;
         return time_product(isa, job, m, copies, threads, repeats);
     });

@@ -28,8 +28,9 @@ struct Bench {
     Bench(const std::string& isa, const PackJob& job, int copies, int m) : kernels(need(isa)) {
         matrix.format = job.format;
         matrix.columns = job.columns;
+        matrix.group = job.group;
         matrix.panels = panels_of(job);
-        panel = panel_bytes(job.format, job.columns);
+        panel = panel_bytes(job.format, job.columns, job.group);
         size_t bytes = panel * static_cast<size_t>(matrix.panels);
         matrix.data = arena.take_array<uint8_t>(bytes * static_cast<size_t>(copies));
         for (int p = 0; p < matrix.panels; p++) pack_panel(job, p, matrix.data + panel * static_cast<size_t>(p));
@@ -54,7 +55,7 @@ struct Bench {
         const uint8_t* data = matrix.data + panel * static_cast<size_t>(matrix.panels) * static_cast<size_t>(copy);
         size_t width = static_cast<size_t>(matrix.panels) * kPanel;
         kernels.product[static_cast<int>(matrix.format)](
-            {data, panel, static_cast<int>(acts.stride), acts, 0, m, p.first, p.last, p.share_end, nullptr, out, width, 0, Epilogue::Store, 1});
+            {data, panel, static_cast<int>(acts.stride), matrix.group, acts, 0, m, p.first, p.last, p.share_end, nullptr, out, width, 0, Epilogue::Store, 1});
     }
 };
 
@@ -73,7 +74,7 @@ void probe_unpack(const PackJob& job, float* out) {
     Bench bench("", job, 1, 1);
     std::vector<float> row(bench.acts.stride);
     for (int i = 0; i < job.rows; i++) {
-        unpack_row(job.format, bench.matrix.data, i, job.columns, row.data());
+        unpack_row(job.format, job.group, bench.matrix.data, i, job.columns, row.data());
         std::copy_n(row.data(), job.columns, out + static_cast<long>(i) * job.columns);
     }
 }

@@ -64,11 +64,11 @@ void Engine::chunk(const Step& step, int first, int count) {
         embed(thread);
         const float* post_norm = nullptr;  // of the layer before
         for (size_t i = 0; i < layers_.size(); i++) {
-            add_and_norm(post_norm, layers_[i].attn_norm, layers_[i].qkv.forms, thread);
+            add_and_norm(post_norm, layers_[i].attn_norm, &layers_[i].qkv, thread);
             layer(layers_[i], pools_[i], step, i + 1 == layers_.size(), thread);
             post_norm = layers_[i].post_mlp_norm;
         }
-        if (post_norm) add_and_norm(post_norm, nullptr, 0, thread);
+        if (post_norm) add_and_norm(post_norm, nullptr, nullptr, thread);
     });
     std::copy_n(x_, wanted_.size() * hidden_stride_, kept_.data() + static_cast<size_t>(sample) * hidden_stride_);
 }
@@ -128,17 +128,17 @@ void Engine::layer(const Layer& l, uint8_t* pool, const Step& step, bool last, i
     if (last) drop_unwanted(thread);
     int n = active_;
     if (!n) return;
-    convert_rows(attn_, attn_stride_, n, l.o.forms, thread);
+    convert_rows(attn_, attn_stride_, n, l.o, thread);
     project(l.o, attn_stride_, thread);
     if (l.dims.experts) {
-        add_and_norm(l.post_attn_norm, l.mlp_norm, l.router.forms | l.experts_gate_up.forms, thread);
+        add_and_norm(l.post_attn_norm, l.mlp_norm, &l.router, thread);
         experts(l, thread);
         return;
     }
-    add_and_norm(l.post_attn_norm, l.mlp_norm, l.gate_up.forms, thread);
+    add_and_norm(l.post_attn_norm, l.mlp_norm, &l.gate_up, thread);
     size_t mlp = static_cast<size_t>(l.gate_up.width);
     multiply(l.gate_up, hidden_stride_, n, mlp_, mlp, dims_.gelu ? Epilogue::GateGelu : Epilogue::GateSilu, thread);
-    convert_rows(mlp_, mlp, n, l.down.forms, thread);
+    convert_rows(mlp_, mlp, n, l.down, thread);
     project(l.down, mlp, thread);
 }
 
@@ -149,10 +149,24 @@ void Engine::project(const Linear& linear, size_t in_stride, int thread) {
              later ? Epilogue::Store : Epilogue::Add, thread);
 }
 
+// Row `row` of what the next product reads, in its forms and orders.
+void Engine::convert(const float* x, size_t stride, size_t row, const Linear& next, int thread) {
+    if (next.forms) kernels_->convert(x, acts(stride), row, next.forms);
+    int done = 0;
+    for (const Matrix& m : next.parts)
+        if (m.reads > done) convert_ordered(x, m, acts(stride, done = m.reads), row, thread);
+}
+
+// Row `row` of `to` from x in the order in which a matrix reads it.
+void Engine::convert_ordered(const float* x, const Matrix& matrix, const Acts& to, size_t row, int thread) {
+    float* ordered = ordered_[static_cast<size_t>(thread)];
+    for (size_t i = 0; i < to.stride; i++) ordered[i] = x[matrix.order[i]];
+    kernels_->convert(ordered, to, row, form_of(matrix.format));
+}
+
 // x += norm of y, when there is a `post_norm`; then the norm of x in the forms that the next product reads.
-void Engine::add_and_norm(const float* post_norm, const float* norm, int forms, int thread) {
+void Engine::add_and_norm(const float* post_norm, const float* norm, const Linear* next, int thread) {
     float* normed = normed_[static_cast<size_t>(thread)];
-    Acts to = acts(hidden_stride_);
     share(active_, thread, threads(), [&](size_t t) {
         float* x = x_ + t * hidden_stride_;
         if (post_norm) {
@@ -161,14 +175,13 @@ void Engine::add_and_norm(const float* post_norm, const float* norm, int forms, 
         }
         if (!norm) return;
         kernels_->norm(x, norm, dims_.hidden, dims_.eps, normed);
-        kernels_->convert(normed, to, t, forms);
+        convert(normed, hidden_stride_, t, *next, thread);
     });
     pool_.barrier();
 }
 
-void Engine::convert_rows(const float* x, size_t stride, int rows, int forms, int thread) {
-    Acts to = acts(stride);
-    share(rows, thread, threads(), [&](size_t t) { kernels_->convert(x + t * stride, to, t, forms); });
+void Engine::convert_rows(const float* x, size_t stride, int rows, const Linear& next, int thread) {
+    share(rows, thread, threads(), [&](size_t t) { convert(x + t * stride, stride, t, next, thread); });
     pool_.barrier();
 }
 
@@ -180,7 +193,7 @@ void Engine::multiply(const Linear& linear, size_t in_stride, int n, float* out,
     multiply(pieces, acts(in_stride), out, out_stride, epilogue, thread);
 }
 
-void Engine::multiply(const std::vector<Piece>& pieces, const Acts& acts, float* out, size_t out_stride,
+void Engine::multiply(const std::vector<Piece>& pieces, const Acts& plain, float* out, size_t out_stride,
                       Epilogue epilogue, int thread) {
     int panels = 0;
     for (const Piece& piece : pieces) panels += piece.matrix->panels;
@@ -194,9 +207,9 @@ void Engine::multiply(const std::vector<Piece>& pieces, const Acts& acts, float*
             int share_end = std::min(range.share_end - before, m.panels);
             before += m.panels;
             if (first >= last) continue;
-            Product product = {m.data, panel_bytes(m.format, m.columns), pad_to(m.columns, kBlock), acts,
-                               piece.m0, piece.m1, first, last, share_end, m.bias, out, out_stride, m.column0, epilogue,
-                               dims_.residual_scale};
+            Product product = {m.data, m.panel_bytes, pad_to(m.columns, kBlock), m.group,
+                               m.reads ? acts(plain.stride, m.reads) : plain, piece.m0, piece.m1, first, last, share_end,
+                               m.bias, out, out_stride, m.column0, epilogue, dims_.residual_scale};
             kernels_->product[static_cast<int>(m.format)](product);
         }
     }
@@ -307,10 +320,9 @@ void Engine::head(int first, int n, float* out, uint8_t* bad) {
     size_t stride = static_cast<size_t>(padded_vocab());
     pool_.run([&](int thread) {
         float* normed = normed_[static_cast<size_t>(thread)];
-        Acts to = acts(hidden_stride_);
         share(n, thread, threads(), [&](size_t i) {
             kernels_->norm(x + i * hidden_stride_, norm_, dims_.hidden, dims_.eps, normed);
-            kernels_->convert(normed, to, i, head_.forms);
+            convert(normed, hidden_stride_, i, head_, thread);
         });
         pool_.barrier();
         multiply(head_, hidden_stride_, n, out, stride, Epilogue::Store, thread);

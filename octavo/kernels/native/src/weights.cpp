@@ -110,8 +110,7 @@ void decode_block(Stored stored, const uint8_t* row, int j, RowBlock* out) {
             decode_k(super, j % 8, super + 48, super + 16, out);
             break;
         case Stored::Q6_K: decode_q6_k(row + j / 8 * 210, j % 8, out); break;
-        case Stored::BF16:
-        case Stored::F32: break;
+        default: break;
     }
 }
 
@@ -129,14 +128,19 @@ void quantize(const float* x, Format format, RowBlock* out) {
     }
 }
 
-int bits_of(Format f) { return f == Format::Q8 ? 8 : f == Format::Q6 ? 6 : f == Format::Q5 || f == Format::Q5M ? 5 : 4; }
+bool grouped(Format f) { return f >= Format::G4; }
+bool has_zeros(Format f) { return f == Format::G4Z || f == Format::G8Z; }
+int bits_of(Format f) {
+    if (f == Format::Q8 || f == Format::G8 || f == Format::G8Z) return 8;
+    return f == Format::Q6 ? 6 : f == Format::Q5 || f == Format::Q5M ? 5 : 4;
+}
 bool has_minimum(Format f) { return f == Format::Q4M || f == Format::Q5M; }
 int code_bytes(Format f) { return bits_of(f) * kPanel * kBlock / 8; }
 int plane_bytes(Format f) { return bits_of(f) == 8 ? 0 : code_bytes(f) - 4 * kPanel * kBlock / 8; }
 int groups_of(Format f) { return f == Format::Q6 ? 2 : 1; }
 
-// Adds row `i` of a panel to a block that was zeroed before.
-void encode(const RowBlock& row, int i, Format format, uint8_t* block) {
+// Adds the codes of row `i` of a panel to a block that was zeroed before.
+void encode_codes(const RowBlock& row, int i, Format format, uint8_t* block) {
     int bits = bits_of(format), lane = i % kHalfRows;
     uint8_t *plane = block + i / kHalfRows * 64, *half = plane + plane_bytes(format);
     for (int s = 0; s < 8; s++)
@@ -150,6 +154,10 @@ void encode(const RowBlock& row, int i, Format format, uint8_t* block) {
             if (bits == 5) plane[byte] |= static_cast<uint8_t>((code >> 4) << s);
             if (bits == 6) plane[128 * (s / 4) + byte] |= static_cast<uint8_t>((code >> 4) << (s % 4 * 2));
         }
+}
+
+void encode(const RowBlock& row, int i, Format format, uint8_t* block) {
+    encode_codes(row, i, format, block);
     uint8_t* facts = block + code_bytes(format);
     for (int g = 0; g < groups_of(format); g++) std::memcpy(facts + 64 * g + 2 * i, &row.scale[g], 2);
     if (has_minimum(format)) std::memcpy(facts + 64 * groups_of(format) + 2 * i, &row.minimum, 2);
@@ -195,12 +203,65 @@ void pack_row(const PackJob& job, const uint8_t* row, int i, uint8_t* out) {
     }
 }
 
+// Where group `g` of a grouped panel lies.
+struct Place {
+    size_t codes, scales, zeros, end;
+};
+Place place_of(Format f, int group, int g) {
+    size_t n = static_cast<size_t>(g), zero_bytes = static_cast<size_t>(4 * bits_of(f)), a_line = 64 / zero_bytes;
+    size_t codes = static_cast<size_t>(code_bytes(f)) * static_cast<size_t>(group / kBlock);
+    size_t line = has_zeros(f) ? 64 : 0;
+    size_t first = n / a_line * (line + a_line * (codes + 64));  // of the groups that share a line
+    size_t start = first + line + n % a_line * (codes + 64);
+    return {start, start + codes, first + n % a_line * zero_bytes, start + codes + 64};
+}
+
+// Row `row` of one matrix of the job as row `i` of a panel that was zeroed before.
+void pack_grouped(const PackJob& job, bool second, size_t row, int i, uint8_t* panel) {
+    const uint8_t* codes = (second ? job.second : job.first) + row * stored_row_bytes(job.stored, job.columns);
+    const Groups& from = job.groups[second];
+    int groups = pad_to(job.columns, kBlock) / job.group;
+    bool nibbles = job.stored == Stored::Int4;
+    for (int g = 0; g < groups; g++) {
+        Place place = place_of(job.format, job.group, g);
+        for (int c = g * job.group; c < std::min((g + 1) * job.group, job.columns); c += kBlock) {
+            RowBlock block{};
+            for (int k = 0; k < std::min(kBlock, job.columns - c); k++)
+                block.code[k] = nibbles ? codes[(c + k) / 2] >> (k % 2 * 4) & 15 : codes[c + k] ^ 0x80;
+            encode_codes(block, i, job.format, panel + place.codes + c % job.group / kBlock * code_bytes(job.format));
+        }
+        size_t at = row * static_cast<size_t>(groups) + static_cast<size_t>(g);
+        std::memcpy(panel + place.scales + 2 * i, from.scales + 2 * at, 2);
+        if (!from.zeros) continue;
+        uint8_t *zeros = panel + place.zeros, zero = from.zeros[at];
+        if (nibbles)
+            zeros[i % 16] |= static_cast<uint8_t>((zero & 15) << (i / 16 * 4));
+        else
+            zeros[i] = zero;
+    }
+}
+
+void unpack_grouped(Format format, int group, const uint8_t* panel, int i, int columns, float* out) {
+    bool wide = bits_of(format) == 8;
+    for (int k = 0; k < pad_to(columns, kBlock); k++) {
+        Place place = place_of(format, group, k / group);
+        int s = k % kBlock / 4, zero = wide ? 128 : 8;
+        const uint8_t* pair = panel + place.codes + k % group / kBlock * code_bytes(format) + i / kHalfRows * 64;
+        const uint8_t *codes = pair + 4 * (i % kHalfRows) + k % 4, *zeros = panel + place.zeros;
+        int code = wide ? codes[128 * s] : codes[128 * (s / 2)] >> (s % 2 * 4) & 15;
+        if (format == Format::G8Z) zero += static_cast<int8_t>(zeros[i]);
+        if (format == Format::G4Z) zero = zeros[i % 16] >> (i / 16 * 4) & 15;
+        out[k] = half_to_float(half_at(panel + place.scales + 2 * i)) * static_cast<float>(code - zero);
+    }
+}
+
 struct Name {
     const char* name;
     int value;
 };
 const Name kStored[] = {{"Q4_0", 0}, {"Q4_1", 1}, {"Q5_0", 2}, {"Q5_1", 3}, {"Q8_0", 4},
-                        {"Q4_K", 5}, {"Q5_K", 6}, {"Q6_K", 7}, {"BF16", 8}, {"F32", 9}};
+                        {"Q4_K", 5}, {"Q5_K", 6}, {"Q6_K", 7}, {"BF16", 8}, {"F32", 9},
+                        {"INT4", 10}, {"INT8", 11}};
 const Name kFormatNames[] = {{"q4", 0}, {"q4m", 1}, {"q5", 2}, {"q5m", 3}, {"q6", 4}, {"q8", 5}, {"bf16", 6}, {"f32", 7}};
 
 template <class T, size_t N> bool look_up(const Name (&names)[N], const std::string& name, T* value) {
@@ -217,8 +278,10 @@ template <class T, size_t N> bool look_up(const Name (&names)[N], const std::str
 bool stored_of(const std::string& name, Stored* stored) { return look_up(kStored, name, stored); }
 bool format_of(const std::string& name, Format* format) { return look_up(kFormatNames, name, format); }
 
-Format native_format(Stored stored) {
+Format native_format(Stored stored, bool zeros) {
     switch (stored) {
+        case Stored::Int4: return zeros ? Format::G4Z : Format::G4;
+        case Stored::Int8: return zeros ? Format::G8Z : Format::G8;
         case Stored::Q4_0: return Format::Q4;
         case Stored::Q4_1:
         case Stored::Q4_K: return Format::Q4M;
@@ -238,7 +301,8 @@ size_t block_bytes(Format format) {
     return static_cast<size_t>(code_bytes(format) + 64 * groups_of(format) + (has_minimum(format) ? 64 : 0));
 }
 
-size_t panel_bytes(Format format, int columns) {
+size_t panel_bytes(Format format, int columns, int group) {
+    if (grouped(format)) return place_of(format, group, pad_to(columns, kBlock) / group - 1).end;
     return block_bytes(format) * static_cast<size_t>(pad_to(columns, kBlock) / kBlock);
 }
 
@@ -254,6 +318,8 @@ size_t stored_row_bytes(Stored stored, int columns) {
         case Stored::Q5_K: return n / 256 * 176;
         case Stored::Q6_K: return n / 256 * 210;
         case Stored::BF16: return n * 2;
+        case Stored::Int4: return n / 2;
+        case Stored::Int8: return n;
         default: return n * 4;
     }
 }
@@ -263,17 +329,22 @@ int panels_of(const PackJob& job) {
 }
 
 void pack_panel(const PackJob& job, int panel, uint8_t* out) {
-    std::memset(out, 0, panel_bytes(job.format, job.columns));
+    std::memset(out, 0, panel_bytes(job.format, job.columns, job.group));
     size_t row_bytes = stored_row_bytes(job.stored, job.columns);
     for (int i = 0; i < kPanel; i++) {
         bool second = job.second && i >= kHalfRows;
         int row = job.second ? panel * kHalfRows + i % kHalfRows : panel * kPanel + i;
-        if (row < job.rows) pack_row(job, (second ? job.second : job.first) + static_cast<size_t>(row) * row_bytes, i, out);
+        if (row >= job.rows) continue;
+        if (job.group)
+            pack_grouped(job, second, static_cast<size_t>(row), i, out);
+        else
+            pack_row(job, (second ? job.second : job.first) + static_cast<size_t>(row) * row_bytes, i, out);
     }
 }
 
-void unpack_row(Format format, const uint8_t* packed, int row, int columns, float* out) {
-    packed += static_cast<size_t>(row / kPanel) * panel_bytes(format, columns);
+void unpack_row(Format format, int group, const uint8_t* packed, int row, int columns, float* out) {
+    packed += static_cast<size_t>(row / kPanel) * panel_bytes(format, columns, group);
+    if (grouped(format)) return unpack_grouped(format, group, packed, row % kPanel, columns, out);
     int i = row % kPanel, lane = i % kHalfRows, bits = bits_of(format), padded = pad_to(columns, kBlock);
     if (format == Format::F32 || format == Format::BF16) {
         for (int k = 0; k < padded; k++) {
