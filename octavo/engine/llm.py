@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+KEYED = 8  # prompt tokens that get their keys in one turn, in steps' worth
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -70,7 +72,9 @@ class LLM:
         self._engine: Engine = build_engine(config, opened)
         self._numbers = itertools.count()
         self._texts: dict[int, RequestText] = {}
-        self._token_times: dict[int, tuple[float, float]] = {}  # first and last, of requests in `_texts`
+        self._bare: dict[int, Callable[[int], None]] = {}  # for requests whose tokens need nothing but to be kept
+        self._first: dict[int, float] = {}  # when the first token came, and the last, of requests in `_texts`
+        self._last: dict[int, float] = {}
         self._beams: dict[int, BeamGroup] = {}
 
     @property
@@ -250,7 +254,7 @@ class LLM:
         try:
             self._engine.loop.submit(with_keys(request, self._engine.limits))
         except RequestError as error:
-            del self._texts[request.id]
+            self._forget(request.id)
             raise type(error)(where + error.cause, error.fix, error.param) from None
         return request.id
 
@@ -267,7 +271,10 @@ class LLM:
             self._engine.scheduler.check_room(request)
         except RequestError as error:
             raise type(error)(where + error.cause, error.fix, error.param) from None
-        self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
+        result = self._texts[number] = RequestText(str(number), text, ids, params, self.tokenizer)
+        tokens = result.bare()
+        if tokens is not None:
+            self._bare[number] = tokens.append
         return request
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -303,28 +310,34 @@ class LLM:
         bar = tqdm(total=len(left), desc="Generating", unit="req", disable=None if use_tqdm else True)
         with bar:
             while left:
-                room = self._engine.facts.max_num_batched_tokens
-                while waiting and (at_once or room > 0):
+                room = self._engine.facts.max_num_batched_tokens  # what may be new to the prefix cache ...
+                keyed = KEYED * room  # ... and in all: making keys takes time
+                while waiting and (at_once or (room > 0 and keyed > 0)):
                     i, request = waiting.popleft()
-                    room -= len(request.prompt) // 4
+                    request = with_keys(request, self._engine.limits)
+                    tokens = len(request.prompt) // 4
+                    room, keyed = room - tokens + self._engine.scheduler.cached(request), keyed - tokens
                     try:
-                        loop.submit(with_keys(request, self._engine.limits))
+                        loop.submit(request)
                     except RequestError as error:
                         where = f"Prompt {i}: " if len(requests) > 1 else ""
                         raise type(error)(where + error.cause, error.fix, error.param) from None
-                touched = self.turn()
-                ended = [n for n in touched if n in left and self._texts[n].finished]
-                left.difference_update(ended)
+                ended = left & self._turn()[1]
+                left -= ended
                 bar.update(len(ended))
         return [self._texts[request.id].output for request in requests]
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget requests; those that still run are aborted."""
         for number in numbers:
-            text = self._texts.pop(number, None)
-            self._token_times.pop(number, None)
+            text = self._forget(number)
             if text is not None and not text.finished:
                 self._engine.scheduler.abort(number)
+
+    def _forget(self, number: int) -> RequestText | None:
+        for kept in (self._bare, self._first, self._last):
+            kept.pop(number, None)
+        return self._texts.pop(number, None)
 
     def result(self, number: int) -> RequestOutput:
         """A copy of what a request has given so far."""
@@ -332,38 +345,58 @@ class LLM:
 
     def turn(self) -> set[int]:
         """One turn of the engine; returns the requests whose results changed."""
-        touched: set[int] = set()
-        for batch in self._engine.loop.step():
-            self._take_in(batch, touched)
-        return touched
+        return self._turn()[0]
 
-    def _take_in(self, batch: TokenBatch, touched: set[int]) -> None:
+    def _turn(self) -> tuple[set[int], set[int]]:
+        """One turn of the engine; the requests whose results changed, and those of them that are finished."""
+        touched: set[int] = set()
+        finished: set[int] = set()
+        for batch in self._engine.loop.step():
+            self._take_in(batch, touched, finished)
+        return touched, finished
+
+    def _take_in(self, batch: TokenBatch, touched: set[int], finished: set[int]) -> None:
         for group in self._beams.values():
             group.take_in(batch, self._engine.scheduler)
         for number, first, entries in batch.prompts:
             if number in self._texts:
                 self._texts[number].push_prompt(first, cast(Sequence[SampledLogprobs], entries))
+        now, numbers = time.monotonic(), batch.request_id.tolist()
+        appends = list(map(self._bare.get, numbers))
+        others = [i for i, append in enumerate(appends) if append is None] if None in appends else []
+        for append, token in zip(appends, batch.token.tolist(), strict=True):
+            if append is not None:
+                append(token)
+        came = self._texts.keys() & numbers
+        touched |= came
+        if len(self._first) < len(self._texts):
+            self._first.update(dict.fromkeys(came - self._first.keys(), now))
+        self._last.update(dict.fromkeys(came, now))
+        aborted = self._push(batch, others) if others else False
+        for end in batch.ended:
+            number, text = end.request_id, self._texts.get(end.request_id)
+            if text is not None:
+                touched.add(number)
+                text.report(end, REASONS[end.reason])
+                text.timed(self._first.get(number, 0.0), self._last.get(number, 0.0), now)
+                if text.finished:
+                    finished.add(number)
+        if aborted:  # what the engine has to say about them, before they are forgotten
+            self._take_in(TokenBatch.of_ends(self._engine.scheduler.take_ended()), touched, finished)
+
+    def _push(self, batch: TokenBatch, places: list[int]) -> bool:
+        """Tokens of requests that do more with them, at these places of a batch; True: one ended a child."""
         stops = {(end.request_id, end.child) for end in batch.ended if end.reason == STOP}
-        rows = zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True)
-        now, times, aborted = time.monotonic(), self._token_times, False
-        for i, (number, child, token) in enumerate(rows):
+        rows = list(zip(batch.request_id.tolist(), batch.child.tolist(), batch.token.tolist(), strict=True))
+        aborted = False
+        for i in places:
+            number, child, token = rows[i]
             text = self._texts.get(number)
-            if text is None:
-                continue
-            touched.add(number)
-            times[number] = (times[number][0] if number in times else now, now)
             logprobs: Any = batch.logprobs.get(i)
-            if text.push(child, token, logprobs, ends=(number, child) in stops):
+            if text is not None and text.push(child, token, logprobs, ends=(number, child) in stops):
                 self._engine.scheduler.abort(number, child)
                 aborted = True
-        for end in batch.ended:
-            text = self._texts.get(end.request_id)
-            if text is not None:
-                touched.add(end.request_id)
-                text.report(end, REASONS[end.reason])
-                text.timed(*times.get(end.request_id, (0.0, 0.0)), now)
-        if aborted:  # what the engine has to say about them, before they are forgotten
-            self._take_in(TokenBatch.of_ends(self._engine.scheduler.take_ended()), touched)
+        return aborted
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

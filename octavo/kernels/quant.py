@@ -112,6 +112,16 @@ class JoinedWeight:
 Weight = Tensor | QuantWeight | JoinedWeight
 
 
+def kind_of(weight: Weight) -> tuple[object, ...]:
+    """Everything about a weight but its values and its device: equal for two that the same kernels serve."""
+    if isinstance(weight, Tensor):
+        return (weight.dtype, weight.shape)
+    if isinstance(weight, JoinedWeight):
+        return tuple(map(kind_of, weight.parts))
+    parts = (weight.codes, weight.scales_RG, weight.zeros_RG, weight.order_I, weight.input_scale)
+    return (weight.kind, weight.shape, weight.columns, weight.rows, *(p if p is None else kind_of(p) for p in parts))
+
+
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """weight_OI of any kind of weight; a plain one as it is."""
     if isinstance(weight, Tensor):

@@ -10,7 +10,7 @@ H query heads, K key/value heads, J = H + 2K, D head dim, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from octavo.attention.base import AttentionBackend, AttentionShape, KVPool, Step
 from octavo.attention.choose import choose_backend
 from octavo.errors import ModelError
 from octavo.kernels.ops import Ops
-from octavo.kernels.quant import Weight
+from octavo.kernels.quant import Weight, kind_of
 from octavo.layers.attention import Attention, HeadNorm, Mix
 from octavo.layers.base import Weights
 from octavo.layers.embedding import Embedding
@@ -89,6 +89,18 @@ class _Layer:
         return (y_TI if self._scale == 1.0 else y_TI * self._scale) + stream_TI
 
 
+def _unlike(spec: ModelSpec, params: Mapping[str, Weight]) -> list[int]:
+    """The first layer of each kind: of one `LayerSpec`, with weights of the same kinds."""
+    kinds: dict[int, list[object]] = {index: [layer] for index, layer in enumerate(spec.layers)}
+    for name, weight in sorted(params.items()):
+        prefix, _, rest = name.partition(".")
+        index, _, name = rest.partition(".")
+        if prefix == "layers":
+            kinds[int(index)].append((name, kind_of(weight)))
+    first: dict[tuple[object, ...], int] = {}
+    return [index for index, kind in kinds.items() if first.setdefault(tuple(kind), index) == index]
+
+
 class Decoder:
     """A decoder-only transformer on one device.
 
@@ -99,6 +111,7 @@ class Decoder:
 
     `fp8_kv`: the backends must be able to use KV pools in FP8. `kv_scales_L2K` (`KVPool.scales_L2K`) is then set by
     who has them, and pools made before are in the model's dtype. `ops`: kernels in place of the device's.
+    `unlike`: the first layer of each kind; the others of that kind run the same kernels.
     """
 
     def __init__(
@@ -109,6 +122,7 @@ class Decoder:
         fp8_kv: bool = False,
         ops: Ops | None = None,
     ) -> None:
+        self.unlike = _unlike(spec, params)
         weights = Weights(params, ops)
         self.spec = spec
         self.kv_scales_L2K: Tensor | None = None
@@ -180,10 +194,13 @@ class Decoder:
 
         return make
 
-    def forward_with(self, ids_T: Tensor, mix: Mix) -> Tensor:
-        """The residual stream after all layers, with the caller's way to do what lies between the products."""
+    def forward_with(self, ids_T: Tensor, mix: Mix, layers: Sequence[int] | None = None) -> Tensor:
+        """The residual stream after all layers, with the caller's way to do what lies between the products.
+
+        `layers`: only after these, which is no model any more but runs its kernels.
+        """
         stream_TI = self.embed(ids_T)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else [self.layers[index] for index in layers]:
             stream_TI = layer(stream_TI, mix)
         return stream_TI
 

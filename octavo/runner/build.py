@@ -14,7 +14,7 @@ from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
 from octavo.quantization.online import quantize
 from octavo.quantization.packed import Packed
-from octavo.runner.memory import LAYER_PRODUCTS
+from octavo.runner.memory import LAYER_PRODUCTS, kept_dtype
 from octavo.weights.checkpoint import Array, Checkpoint, to_float32
 from octavo.weights.load import Loaded, load
 from octavo.weights.needs import TensorNeed
@@ -39,6 +39,11 @@ def torch_dtype(name: str) -> torch.dtype:
         return TORCH_DTYPES[name]
     except KeyError:
         raise ConfigError(f"dtype {name!r} is not known.", f"Give one of {', '.join(TORCH_DTYPES)}.") from None
+
+
+def kept(need: TensorNeed, dtype: torch.dtype) -> torch.dtype:
+    """The torch type that a plain tensor of a model in `dtype` is kept in."""
+    return torch_dtype(kept_dtype(need, str(dtype).removeprefix("torch.")))
 
 
 def pick_device(wish: str) -> torch.device:
@@ -93,11 +98,10 @@ def load_params(
 
     params: dict[str, Weight] = {}
     for need, item in zip(needs, load(needs, checkpoint, quantised=products(needs)), strict=True):
-        kept = torch.promote_types(dtype, torch.float32) if need.wide else dtype
         if item.parts:
             params[item.name] = quantised_weight(item, dtype, put)
         else:
-            tensor = to_tensor(item.array, item.dtype, kept, device)
+            tensor = to_tensor(item.array, item.dtype, kept(need, dtype), device)
             params[item.name] = online(need, tensor, quantization)
     return params
 

@@ -15,6 +15,7 @@ Shape letters: T tokens of a step, R rows, N samples, I hidden features, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ from octavo.errors import ConfigError, EngineError, invariant
 from octavo.kernels.gpu.rope import Turning
 from octavo.kernels.gpu.sample import sample as sample_on_device
 from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
+from octavo.kernels.gpu.together import ready_together
 from octavo.layers.attention import HeadNorm
 from octavo.model.decoder import Decoder
 from octavo.runner.base import StepError, StepResult, TokenLogprobs
@@ -44,13 +46,15 @@ from octavo.scheduler.plan import (
     SECTIONS,
     PlanDraft,
     PlanView,
+    swap_capacity,
     table_capacity,
 )
 
 HOST_BUFFERS = 4  # steps whose host buffers may be in use
-_SWAP_WORDS = 1 << 17  # of the plan's swap sections
 PREFIX_ROWS = 8  # decode rows from which a shared prefix is read once ...
 PREFIX_KEYS = 65536  # ... when that spares reading at least so many keys
+
+_Graph = tuple[Hashable, Callable[[], object]]  # the key of a graph and what it is captured from
 
 
 def decode_sizes(rows: int) -> list[int]:
@@ -87,6 +91,25 @@ class _HostBuffer:
         self.tokens_view: NDArray[np.int32] = self.tokens.numpy()
         self.event = torch.cuda.Event() if pin else None
         self.busy = False
+        self._pieces: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}  # slicing costs as much as copying
+
+    def send(self, device_words: Tensor, count: int) -> None:
+        """The first `count` words to the device, and perhaps some that mean nothing."""
+        there, here = self._first(device_words, self.words, count)
+        there.copy_(here, non_blocking=True)
+
+    def fetch(self, device_tokens: Tensor, count: int) -> None:
+        """The first `count` tokens from the device, and perhaps some that mean nothing."""
+        there, here = self._first(device_tokens, self.tokens, count)
+        here.copy_(there, non_blocking=True)
+
+    def _first(self, there: Tensor, here: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        count = min(-(-count // 64) * 64, len(here))
+        key = here is self.words, count
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            pieces = self._pieces[key] = there[:count], here[:count]
+        return pieces
 
     def wait(self) -> None:
         """Until the step that used it is done."""
@@ -159,13 +182,14 @@ class CudaRunner:
         self._picked_RI = torch.zeros((rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=device)
         self._out_R = torch.zeros(rows, dtype=torch.int32, device=device)
         words = HEADER_WORDS + rows * (4 + PARAM_WORDS + 4) + 3 * table_capacity(rows, columns)
-        words += max_tokens + _SWAP_WORDS + 4096
+        words += max_tokens + (4 * swap_capacity(columns) if swap_blocks else 0) + 4096
         self._words = torch.zeros(RUN_WORDS.value + words, dtype=torch.int32, device=device)
         self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
         self._turn = 0
         self.timeline: dict[str, float] = {}  # seconds of each part of the start
         self.memory: dict[str, int] = {}  # bytes by what the start has taken them for; see `octavo.runner.card`
         self.graphs = Graphs(device, not eager)
+        self._ready = False  # every kernel is loaded
         self.set_pool(blocks)
         self.host = HostBlocks(swap_blocks, self.pool.bits)
 
@@ -176,8 +200,39 @@ class CudaRunner:
         self.pool: KVPool = self.decoder.make_pool(blocks, self.block_size)
 
     @torch.inference_mode()
+    def load_kernels(self) -> None:
+        """Compile, or find on disk, every kernel that a step can launch, and load it."""
+        if self._ready or self.device.type != "cuda":
+            return
+        ready_together(self._rehearse, self.device)
+        self._ready = True
+
+    def _rehearse(self) -> None:
+        """What steps of all sizes launch, for a plan of nothing and one layer of each kind."""
+        self._send_nothing()
+        layers = self.decoder.unlike
+        rows, largest = self._decode_sizes[-1], self.max_tokens // self._tile + self.max_rows
+        self.run_body(Sizes(self.max_tokens, rows, self._cut(rows).items + rows, largest), layers=layers)
+        for size in self._decode_sizes:
+            self.run_body(self._decode_launch(size, False), layers=layers)
+        prefixes = (False,) if any(self._windows) else (False, True)
+        for size in self._prefix_sizes if len(prefixes) > 1 else ():
+            self.run_body(self._decode_launch(size, True), layers=layers)
+        for size in self._token_sizes:
+            for prefix in prefixes:
+                self.run_body(self.mixed_launch(size, prefix), layers=layers)
+        for size in {*self._sample_sizes, *self._decode_sizes}:
+            for filters in (False, True):
+                self.run_sample(self._picked_RI[:size], filters)
+
+    def _send_nothing(self) -> None:
+        none = np.zeros(0, np.int64)
+        self._send(PlanDraft(0).encode((none, none, none, none), 0), 0, self._buffers[0])
+
+    @torch.inference_mode()
     def try_largest(self) -> None:
         """Run the largest step there can be, in the padding block: the most memory that anything will need."""
+        self.load_kernels()
         length = min(self.max_tokens, self.rows.tables_SM.shape[1] * self.block_size)
         rows = min(self.max_rows, -(-self.max_tokens // length))
         draft = PlanDraft(0, tokens=[np.zeros(rows * length, np.int32)[: self.max_tokens]])
@@ -186,23 +241,20 @@ class CudaRunner:
         zeros = np.zeros(rows, np.int64)
         self._send(draft.encode((zeros, zeros, lengths, zeros + SAMPLE), 0), 0, self._buffers[0])
         tiles = int((-(-lengths // self._tile)).sum())
-        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, True))
+        prefix = not any(self._windows)
+        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, prefix))
         self.run_sample(self._picked_RI[: self._decode_sizes[-1]], True)
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture what plain sampling needs; graphs for filters and shared prefixes are captured when first used."""
-        none = np.zeros(0, np.int64)
-        self._send(PlanDraft(0).encode((none, none, none, none), 0), 0, self._buffers[0])
-        for size in (1, 64):  # compile what steps with a shared prefix will need
-            if size <= self._decode_sizes[-1]:
-                self.run_body(Sizes(size, size, self._cut(size).items + size, 0, True))
+        self.load_kernels()
         for size in reversed(self._sample_sizes):
-            self._run_sample_graph(size, False)
+            self.graphs.capture(*self._sample_graph(size, False))
         for size in reversed(self._decode_sizes):
-            self._run_decode_graph(size, False, False)
+            self.graphs.capture(*self._decode_graph(size, False, False))
         for size in reversed(self._token_sizes):
-            self._run_mixed_graph(size, False)
+            self.graphs.capture(*self._mixed_graph(size, False))
 
     def launch(self, words: NDArray[np.int32]) -> Ticket:
         """Start one plan; see `octavo.runner.base.Runner`."""
@@ -223,9 +275,9 @@ class CudaRunner:
         tokens = ticket.buffer.tokens_view[: ticket.samples].copy()
         result = ticket.result
         if result is None:
-            bad = tokens < 0
-            result = StepResult(tokens, bad if bad.any() else None)
-            tokens[bad] = 0
+            result, bad = StepResult(tokens), tokens < 0
+            if bad.any():
+                result.bad, tokens[bad] = bad, 0
         result.tokens, result.prompts = tokens, ticket.prompts
         return result
 
@@ -253,11 +305,11 @@ class CudaRunner:
         ticket = Ticket(buffer, samples)
         if rows and samples == _decoding(view) == rows and not rare:
             filters = self.rows.any_filters(view.device_rows)
-            self._run_decode_graph(self.decode_size(rows, prefix > 0), prefix > 0, filters)
+            self.graphs.run(*self._decode_graph(self._decode_size(rows, prefix > 0, filters), prefix > 0, filters))
         else:
             self._mixed_step(view, prefix, samples, rare, ticket)
         if samples:
-            buffer.tokens[:samples].copy_(self._out_R[:samples], non_blocking=True)
+            buffer.fetch(self._out_R, samples)
         if buffer.event is not None:
             buffer.event.record()
             buffer.busy = True
@@ -275,7 +327,7 @@ class CudaRunner:
         elif samples:
             filters = self.rows.any_filters(view.device_rows[(view.flags & SAMPLE) != 0])
             size = next(size for size in self._sample_sizes if size >= samples)
-            self._run_sample_graph(size, filters)
+            self.graphs.run(*self._sample_graph(size, filters))
 
     def _send(self, words: NDArray[np.int32], prefix: int, buffer: _HostBuffer) -> None:
         """The runner's words, then the plan's but for EXTRAS, which no kernel reads, in one copy."""
@@ -289,7 +341,7 @@ class CudaRunner:
             raise StepError(f"A plan of {len(words)} words; there is room for {len(self._words) - head}.")
         buffer.words_view[0] = prefix
         buffer.words_view[head:end] = words
-        self._words[:end].copy_(buffer.words[:end], non_blocking=True)
+        buffer.send(self._words, end)
 
     def _move_blocks(self, view: PlanView) -> None:
         """Swap-out, copies, swap-in, in this order, before anything is written."""
@@ -328,7 +380,7 @@ class CudaRunner:
             )  # fmt: skip
             return
         if decodes == rows:  # with a rare row: the graphs of plain steps sample, too
-            size = self.decode_size(rows, prefix > 0)
+            size = self._decode_size(rows, prefix > 0, False)
             self.graphs.run(("body", size, prefix > 0), lambda: self.run_body(self._decode_launch(size, prefix > 0)))
             return
         chunks = view.length[decodes:]
@@ -336,7 +388,7 @@ class CudaRunner:
         size = next((size for size in self._token_sizes if size >= tokens), 0)
         sizes = self.mixed_launch(size, prefix > 0)
         if size and tiles <= sizes.tiles:
-            self._run_mixed_graph(size, prefix > 0)
+            self.graphs.run(*self._mixed_graph(size, prefix > 0))
         else:
             self._run_exact(view, prefix)
 
@@ -347,37 +399,40 @@ class CudaRunner:
         items = self._cut(decodes).items + decodes if decodes else 0
         return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0))
 
-    def decode_size(self, rows: int, prefix: bool = False) -> int:
-        """The graph size that serves `rows` rows, with a prefix that they share or without."""
-        return next(size for size in (self._prefix_sizes if prefix else self._decode_sizes) if size >= rows)
+    def _decode_size(self, rows: int, prefix: bool, filters: bool) -> int:
+        """The graph size that serves `rows` rows; with a prefix rather a larger one than one yet to be made."""
+        if not prefix:
+            return next(size for size in self._decode_sizes if size >= rows)
+        fitting = [size for size in self._prefix_sizes if size >= rows]
+        made = (size for size in fitting if size <= 4 * rows and ("decode", size, True, filters) in self.graphs)
+        return next(made, fitting[0])
 
     def _decode_launch(self, size: int, prefix: bool) -> Sizes:
         return Sizes(size, size, self._cut(size).items + size, 0, prefix)
 
-    def _run_decode_graph(self, size: int, prefix: bool, filters: bool) -> None:
+    def _decode_graph(self, size: int, prefix: bool, filters: bool) -> _Graph:
         """B and S of `size` decode rows, all of which sample: token i of the step is sample i."""
 
         def both() -> None:
             self.run_sample(self.run_body(self._decode_launch(size, prefix), pick=False), filters)
 
-        self.graphs.run(("decode", size, prefix, filters), both)
+        return ("decode", size, prefix, filters), both
 
-    def _run_mixed_graph(self, size: int, prefix: bool) -> None:
-        sizes = self.mixed_launch(size, prefix)
-        self.graphs.run(("mixed", size, prefix), lambda: self.run_body(sizes))
+    def _mixed_graph(self, size: int, prefix: bool) -> _Graph:
+        return ("mixed", size, prefix), lambda: self.run_body(self.mixed_launch(size, prefix))
 
-    def _run_sample_graph(self, size: int, filters: bool) -> None:
-        self.graphs.run(("sample", size, filters), lambda: self.run_sample(self._picked_RI[:size], filters))
+    def _sample_graph(self, size: int, filters: bool) -> _Graph:
+        return ("sample", size, filters), lambda: self.run_sample(self._picked_RI[:size], filters)
 
     def mixed_launch(self, size: int, prefix: bool) -> Sizes:
         """What graph B of a mixed step of `size` tokens is launched for: all rows may decode, or be short chunks."""
         lanes = min(size, self.max_rows)
         return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._tile + min(lanes, 64), prefix)
 
-    def run_body(self, sizes: Sizes, pick: bool = True) -> Tensor:
+    def run_body(self, sizes: Sizes, pick: bool = True, layers: list[int] | None = None) -> Tensor:
         """Everything from the plan's words on the device to the stream of all tokens, which it returns.
 
-        `pick`: leave the stream of the last tokens of rows that sample where S looks for it.
+        `pick`: leave the stream of the last tokens of rows that sample where S looks for it. `layers`: only these.
         """
         step, rows = self.step, self.rows
         begin(
@@ -391,7 +446,7 @@ class CudaRunner:
             turning = Turning(norm, self._ropes[window])
             return self._backends[window].run_qkv(layer, qkv_TJD, turning, self.pool, plan)
 
-        stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix)
+        stream_TI = self.decoder.forward_with(step.ids_T[: sizes.tokens], mix, layers)
         if pick:
             last_R = step.samples_3R[0, : sizes.lanes]
             torch.index_select(stream_TI, 0, last_R, out=self._picked_RI[: sizes.lanes])

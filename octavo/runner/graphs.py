@@ -1,8 +1,8 @@
-"""Captured CUDA graphs, by key: the first use of a key runs its function and captures it for all later uses.
+"""Captured CUDA graphs, by key: the first use of a key captures its function, which later uses only replay.
 
 A function that is captured reads and writes device memory at fixed places only and reads no device value on the
-host. All graphs share one memory pool: they run one after the other on one stream, and what one of them leaves in
-the pool no other reads.
+host. What it launches should have been loaded before. All graphs share one memory pool: they run one after the other
+on one stream, and what one of them leaves in the pool no other reads.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ class Graphs:
         return key in self._graphs
 
     def run(self, key: Hashable, function: Callable[[], object]) -> None:
-        """Replay the graph of `key`, or run `function` and capture it for the next time."""
+        """Replay the graph of `key`, captured from `function` if there is none."""
         graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        function()
-        if self.enabled:
-            self._graphs[key] = self._capture(function)
+        if graph is None:
+            if not self.enabled:
+                function()
+                return
+            graph = self.capture(key, function)
+        graph.replay()
+
+    def capture(self, key: Hashable, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Make the graph of `key` and do not run it. Needs graphs to be enabled."""
+        graph = self._graphs[key] = self._capture(function)
+        return graph
 
     def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Only this thread's calls are watched, so that other threads may use CUDA meanwhile."""
+        """No call is refused meanwhile, in this thread or others: a kernel may still have to be loaded."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 function()
             finally:

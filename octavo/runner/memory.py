@@ -52,15 +52,19 @@ def weight_bytes(
         width = need.shape[-1]
         for source in need.sources:
             rows = _rows(source)
-            kind, count = dtype, math.prod((rows, width)[: len(need.shape)]) * ELEMENT_BYTES[dtype]
+            kind = kept_dtype(need, dtype)
+            count = math.prod((rows, width)[: len(need.shape)]) * ELEMENT_BYTES[kind]
             if name in (*LAYER_PRODUCTS, "head") and scheme is not None and _quantised(source, scheme, stored):
                 kind, count = scheme.kind, quantised_bytes(rows, width, scheme)
             elif name in LAYER_PRODUCTS and quantization:
                 kind, count = quantization, online_bytes(rows, width, quantization)
-            elif need.wide and ELEMENT_BYTES[dtype] < 4:
-                kind, count = "float32", count * 4 // ELEMENT_BYTES[dtype]
             total[kind] = total.get(kind, 0) + count
     return total
+
+
+def kept_dtype(need: TensorNeed, dtype: str) -> str:
+    """The dtype that a plain tensor of a model in `dtype` is kept in."""
+    return "float32" if need.wide and ELEMENT_BYTES[dtype] < 4 else dtype
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv: str = "") -> int:

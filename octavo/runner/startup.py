@@ -24,7 +24,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.quant import Weight
 from octavo.model.decoder import Decoder
 from octavo.model.spec import ModelSpec
-from octavo.runner.build import PLAIN, online, products, quantised_weight, torch_dtype
+from octavo.runner.build import PLAIN, kept, online, products, quantised_weight, torch_dtype
 from octavo.runner.card import Books
 from octavo.runner.cuda_runner import CudaRunner
 from octavo.runner.kv_scales import KvScales
@@ -109,7 +109,7 @@ def load_params(
             continue
         stored = PLAIN.get(item.dtype, torch.float32)
         array = item.array if item.dtype in PLAIN else to_float32(item.array, item.dtype)
-        params[item.name] = online(need, uploader.upload(array, stored).to(dtype), quantization)
+        params[item.name] = online(need, uploader.upload(array, stored).to(kept(need, dtype)), quantization)
     return params
 
 
@@ -120,7 +120,7 @@ def dummy_params(
     generator = torch.Generator(device).manual_seed(0)
     params: dict[str, Weight] = {}
     for need in needs:
-        tensor = torch.empty(need.shape, dtype=dtype, device=device)
+        tensor = torch.empty(need.shape, dtype=kept(need, dtype), device=device)
         if len(need.shape) == 1 and ("norm" in need.name or "rope" in need.name):
             params[need.name] = tensor.fill_(1.0)
         else:
@@ -129,10 +129,10 @@ def dummy_params(
     return params
 
 
-def try_largest(runner: CudaRunner) -> None:
-    """The first kernels of a start. Raises ConfigError where Triton cannot make them."""
+def load_kernels(runner: CudaRunner) -> None:
+    """All kernels, compiled if need be. Raises ConfigError where Triton cannot make them."""
     try:
-        runner.try_largest()
+        runner.load_kernels()
     except RuntimeError as error:
         if "C compiler" not in str(error):
             raise
@@ -174,7 +174,9 @@ def build_cuda(
         decoder, blocks=1, block_size=wish.block_size, rows=wish.max_num_seqs, max_len=wish.max_model_len,
         max_tokens=wish.max_num_batched_tokens, eager=config.model.enforce_eager, swap_blocks=wish.swap_blocks,
     )  # fmt: skip
-    try_largest(runner)
+    load_kernels(runner)
+    timeline.mark("kernels")
+    runner.try_largest()
     books.note("kernels and libraries")
     timeline.mark("largest step")
     used = free - torch.cuda.mem_get_info(device)[0]

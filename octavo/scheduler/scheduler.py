@@ -59,6 +59,10 @@ class Scheduler:
         self.state.check(request, prompt)
         self.state.new_rows(request, prompt)
 
+    def cached(self, request: EngineRequest) -> int:
+        """Tokens of a request's prompt that the prefix cache holds now."""
+        return len(self.state.pool.match(request.keys, request.root)) * self.state.limits.block_size
+
     def check_room(self, request: EngineRequest) -> None:
         """Raise RequestError when the pool could never hold a request; `submit` does it, too."""
         self.state.check_room(request)

@@ -102,6 +102,12 @@ class RequestText:
         """True when every child has ended."""
         return self._running == 0
 
+    def bare(self) -> list[int] | None:
+        """Where the tokens of a request of one child go if nothing else is done to them, else None."""
+        completion = self.output.outputs[0]
+        more = (self._detokenizers[0], self._guards[0], completion.logprobs)
+        return completion.token_ids if more == (None, None, None) and self.params.n == 1 else None
+
     def push(self, child: int, token: int, logprobs: SampledLogprobs | None, *, ends: bool) -> bool:
         """Add one token; True when a stop string or the loop guard ended the child: the engine does not know it yet.
 

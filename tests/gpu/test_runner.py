@@ -102,10 +102,26 @@ def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
             if i == 2:
                 engine.run()
         fed = engine.scheduler.stats.prompt_tokens_computed
-        engine.loop.runner._run_mixed_graph = None  # not needed: calling it fails
+        engine.loop.runner._mixed_graph = None  # not needed: calling it fails
         engine.run()
         assert engine.scheduler.stats.prompt_tokens_computed - fed == 27
     assert engines[1].tokens == engines[0].tokens
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_every_kernel_is_loaded_before_the_first_step(eager: bool) -> None:
+    from triton import knobs
+
+    engine = cuda_engine(on_device(torch.bfloat16), depth=1, eager=eager)
+    engine.loop.runner.load_kernels()
+    late: list[str] = []
+    knobs.runtime.jit_cache_hook = lambda *, repr, **_: late.append(repr)
+    try:
+        engine.loop.runner.try_largest()
+        outputs(engine)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    assert not late
 
 
 def test_steady_steps_never_wait() -> None:
