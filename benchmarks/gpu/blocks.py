@@ -1,9 +1,10 @@
 """Block sizes 16 to 128 at a context of 32,000 tokens: speed, empty slots, and how much of the prompts was cached.
 
-    python benchmarks/gpu/blocks.py SHAPE OUT.json [requests] [context] [output]
+    python benchmarks/gpu/blocks.py SHAPE OUT.json [sizes] [requests] [context] [output]
 
-The prompts share their first half. Rate: output tokens a second with all sequences decoding, from a second call whose
-prompts are in the cache; the hit rate is that of the first call.
+Sizes: comma-separated; what OUT.json has of others stays. The prompts share their first half. Rate: output tokens a
+second with all sequences decoding, from a second call whose prompts are in the cache; the hit rate is that of the
+first call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from octavo.bench import gpu
@@ -22,12 +24,13 @@ from octavo.types import SamplingParams
 
 def main() -> None:
     """Measure and print."""
-    shape, path = sys.argv[1:3]
-    count, context, output = (int(n) for n in (sys.argv[3:6] if len(sys.argv) > 5 else (8, 32_000, 128)))
+    shape, path = sys.argv[1], Path(sys.argv[2])
+    sizes = [int(size) for size in (sys.argv[3] if len(sys.argv) > 3 else "16,32,64,128").split(",")]
+    count, context, output = (int(n) for n in (sys.argv[4:7] if len(sys.argv) > 6 else (8, 32_000, 128)))
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
-    out: dict[str, Any] = {}
-    for size in (16, 32, 64, 128):
+    out: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for size in sizes:
         arguments = ["--shape", shape, "--block-size", str(size), "--max-model-len", str(context + 2 * output)]
         llm = gpu.build(parser.parse_args([*arguments, "--max-num-seqs", str(max(count, 8))]))
         gpu.warm_up(llm)
@@ -45,10 +48,9 @@ def main() -> None:
             f"{shape} blocks of {size}: {count} x {context} in, {output} out: {seconds:.2f} s, then {rate:.0f} out "
             f"tok/s; empty slots {100 * meter.waste_ratio:.3f} %, cached {100 * hits:.1f} % of the prompts"
         )
+        path.write_text(json.dumps(out, indent=1) + "\n")
         llm.engine.close()
         del llm
-    with open(path, "w") as file:
-        json.dump(out, file, indent=1)
 
 
 def timed(llm: Any, prompts: list[list[int]], output: int) -> tuple[float, Any]:

@@ -10,6 +10,7 @@ batch, sets the whole length aside for each, and makes a quarter of the output, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -103,6 +104,7 @@ def transformers() -> dict[str, Any]:
 
 if __name__ == "__main__":
     rows = {"octavo": octavo()}
+    gc.collect()
     torch.cuda.empty_cache()
     rows["transformers"] = transformers()
     for name, row in rows.items():
