@@ -74,7 +74,7 @@ def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
             engine = on_kernels(engine, **size)
         engine.submit(0, [5, 7, 9, 11] * 6, SamplingParams(temperature=0.0, max_tokens=1))
         engine.run()
-        engine.loop.runner._run_mixed_graph = None  # type: ignore[attr-defined]  # nobody calls it
+        engine.loop.runner._mixed_graph = None  # type: ignore[attr-defined]  # nobody calls it
         for i in range(9):
             params = SamplingParams(temperature=0.9, seed=i, max_tokens=3, logprobs=2 if i == 8 else None)
             engine.submit(1 + i, [5, 7, 9, 11] * (6 if i % 2 else 4), params)
