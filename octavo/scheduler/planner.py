@@ -195,9 +195,8 @@ class Planner:
         """Let the last owner of a block write into it; False when it has others."""
         if self.pool.ref[block[0]] > 1:
             return False
-        # It may be published, and this step writes it again.
+        # It may be published, and this step writes it again; with the row's chunk it is published by this plan, too.
         self.pool.index.filled_at[block] = self.state.step
-        self.published.append((row, block))
         self.slots.flags[row] &= ~SHARED_TAIL
         return True
 
