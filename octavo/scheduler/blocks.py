@@ -95,10 +95,11 @@ class BlockPool:
         """Add one reference to each block of a table; free (cached) blocks are revived."""
         ref = self.ref[blocks]
         if np.count_nonzero(ref) < len(ref):
-            for block in blocks[ref == 0].tolist():
-                self._stale[block] += 1
-                self._stale_entries += 1
-                self.free -= 1
+            revived, stale = blocks[ref == 0].tolist(), self._stale
+            for block in revived:
+                stale[block] += 1
+            self._stale_entries += len(revived)
+            self.free -= len(revived)
         self.ref[blocks] = ref + 1
 
     def drop(self, blocks: I64) -> None:

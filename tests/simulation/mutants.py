@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant("the head of a chain is evicted first", BlockPool.drop, "[left == 0][::-1]", "[left == 0]"),
     Mutant("an evicted block keeps its key", PrefixIndex.evict, "self._run_of[blocks] = 0", "pass"),
     Mutant("an evicted run keeps its first key", PrefixIndex._remove, "del self._heads[run.key(0)]", "pass"),
-    Mutant("a revived block stays in the free order", BlockPool.hold, "self._stale[block] += 1", "pass"),
+    Mutant("a revived block stays in the free order", BlockPool.hold, "stale[block] += 1", "pass"),
     Mutant("partial allocation kept while waiting", Planner._try_admit,
            "        return NO_ROOM\n    if sequence.forked",
            "        return pool.hold(hit) or NO_ROOM\n    if sequence.forked"),
