@@ -103,11 +103,10 @@ def transformers() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rows = {"octavo": octavo()}
-    gc.collect()
-    torch.cuda.empty_cache()
-    rows["transformers"] = transformers()
-    for name, row in rows.items():
-        print(name, {key: round(value, 3) for key, value in row.items()})
-    with open(sys.argv[1], "w") as file:
-        json.dump(rows, file, indent=1)
+    rows = {}
+    for run in (octavo, transformers):
+        rows[run.__name__] = row = run()
+        print(run.__name__, {key: round(value, 3) for key, value in row.items()}, flush=True)
+        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+        gc.collect()
+        torch.cuda.empty_cache()
