@@ -39,8 +39,10 @@ class CudaRows:
         self.params_SP = torch.zeros((rows, PARAM_WORDS), dtype=torch.int32, device=device)
         self._filtered = np.zeros(rows, np.bool_)
         self._tables = np.zeros((rows, columns), np.int32)
-        self._members = np.empty(0, np.int32)
+        self._members = b""  # rows that `shared_columns` was asked about last, and its answer
         self._columns = 0
+        self._asked = b""  # the same of `any_filters`
+        self._filters = False
 
     def note(self, view: PlanView) -> None:
         """Take a plan's writes into the host's copy."""
@@ -48,22 +50,26 @@ class CudaRows:
             self.host.note(view)
             rows = view.params[:, P_ROW]
             self._filtered[rows] = self.host.random[rows] & self.host.filters[rows]
-            self._members = self._members[:0]
+            self._members = self._asked = b""
         if len(view.table):
             table = view.table
             self._tables[table[:, 0], table[:, 1]] = table[:, 2]
             if self._columns and int(table[:, 1].min()) < self._columns:
-                self._members = self._members[:0]
+                self._members = b""
 
     def any_filters(self, rows: np.ndarray) -> bool:
         """Whether one of these rows samples through top-k, top-p or min-p."""
-        return bool(self._filtered[rows].any())
+        asked = rows.tobytes()
+        if asked != self._asked:
+            self._asked, self._filters = asked, bool(self._filtered[rows].any())
+        return self._filters
 
     def shared_columns(self, view: PlanView, count: int, block_size: int) -> int:
         """Leading full blocks that the first `count` rows of a plan have in common and have computed."""
         rows = view.device_rows[:count]
-        if not np.array_equal(rows, self._members):
-            self._members = rows.copy()
+        members = rows.tobytes()
+        if members != self._members:
+            self._members = members
             self._columns = self._compare(rows, int(view.start[: len(rows)].min()) // block_size)
         return self._columns
 

@@ -186,6 +186,7 @@ class CudaRunner:
         self._words = torch.zeros(RUN_WORDS.value + words, dtype=torch.int32, device=device)
         self._buffers = [_HostBuffer(len(self._words), rows, device) for _ in range(HOST_BUFFERS)]
         self._turn = 0
+        self._flags, self._samples, self._rare = b"", 0, False  # of the last step, and what follows from them
         self.timeline: dict[str, float] = {}  # seconds of each part of the start
         self.memory: dict[str, int] = {}  # bytes by what the start has taken them for; see `octavo.runner.card`
         self.graphs = Graphs(device, not eager)
@@ -297,11 +298,11 @@ class CudaRunner:
         self._send(view.words, prefix, buffer)
         if len(view.copies) or len(view.swap_out) or len(view.swap_in):
             self._move_blocks(view)
-        flags, rows = view.flags, view.rows
-        rare = bool(np.bitwise_or.reduce(flags, initial=0) & RARE)
-        samples = rows
-        if not np.bitwise_and.reduce(flags, initial=SAMPLE) & SAMPLE:
-            samples = int(np.count_nonzero(flags & SAMPLE))
+        rows, flags = view.rows, view.flags.tobytes()
+        if flags != self._flags:
+            self._flags, self._samples = flags, int(np.count_nonzero(view.flags & SAMPLE))
+            self._rare = bool(np.count_nonzero(view.flags & RARE))
+        samples, rare = self._samples, self._rare
         ticket = Ticket(buffer, samples)
         if rows and samples == _decoding(view) == rows and not rare:
             filters = self.rows.any_filters(view.device_rows)
