@@ -20,7 +20,7 @@ from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
 from octavo.quantization.scheme import Scheme, scheme_from_config
-from octavo.runner.memory import kv_bytes_per_token, weight_bytes
+from octavo.runner.memory import kv_bytes_per_token
 from octavo.scheduler.records import Limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights.checkpoint import Checkpoint
@@ -171,14 +171,16 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
     _check_swap(config)
     kind = online_kind(config, model.scheme, config.model.load_format == "dummy")
     if native:
-        from octavo.runner.native import build_native
+        from octavo.runner.native import build_native, held_bytes
 
         if kind == "fp8":
             fix = "Give --quantization int8, or --device torch-cpu."
             raise ConfigError("The native CPU engine does not quantise weights to FP8.", fix)
 
         # Refused before loading; the weights will be there when the KV cache fills.
-        free = max(0, free_memory() - _weight_bytes(config, model, kind))
+        as_stored = config.model.dtype == "auto"
+        held = held_bytes(spec, model.needs, model.checkpoint, kind or dtype, as_stored)
+        free = max(0, free_memory() - held)
         facts = resolve(config, Hardware("cpu", free), model_facts)
         runner: Runner = build_native(
             spec,
@@ -186,7 +188,7 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
             model.checkpoint,
             dtype=kind or dtype,
             kv=kv,
-            as_stored=config.model.dtype == "auto",
+            as_stored=as_stored,
             blocks=facts.blocks,
             block_size=facts.block_size,
             rows=facts.max_num_seqs,
@@ -212,15 +214,6 @@ def _check_swap(config: EngineConfig) -> None:
         raise ConfigError(
             f"swap_space is {wish:g} GiB; the host has {free / GIB:.1f} GiB free.", "Lower --swap-space."
         )
-
-
-def _weight_bytes(config: EngineConfig, model: OpenedModel, kind: str) -> int:
-    """Bytes of the weights in memory: as stored, or what is plain in the type, or of the kind, that is asked for."""
-    if config.model.dtype != "auto" or kind:
-        dtype = run_dtype(config, model.spec)
-        return sum(weight_bytes(model.needs, dtype, stored=model.checkpoint, quantization=kind).values())
-    names = {source.name for need in model.needs for source in need.sources}
-    return sum(model.checkpoint.info(name).nbytes for name in names)
 
 
 def _torch_runner(

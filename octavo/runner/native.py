@@ -10,6 +10,7 @@ P parameter words, V padded vocabulary.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +28,7 @@ from octavo.quantization.packed import Packed, zeros_of
 from octavo.runner.base import StepResult, TokenLogprobs
 from octavo.runner.edits import Edits, PromptChunk, note_edits, prompt_chunks
 from octavo.scheduler.plan import P_LOGPROBS, P_ROW, PARAM_WORDS, RARE, SAMPLE, PlanView
-from octavo.weights.checkpoint import Array, Checkpoint, is_block_type, to_float32
+from octavo.weights.checkpoint import QUANTISED, Array, Checkpoint, is_block_type, to_float32
 from octavo.weights.load import Loaded, load
 from octavo.weights.needs import Source, TensorNeed
 from octavo.weights.quantized import stored_arrays
@@ -40,10 +41,13 @@ KV_TYPES = ("bfloat16", "float32", "int8")
 # Block types that the engine keeps as they are; others are widened to bfloat16.
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 # Wishes for plain weights -> the engine's format.
-FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "f32", "int8": "q8", "int4": "q4m"}
+FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "f32", "int8": "g8", "int4": "q4m"}
 
 _HEAD_ROWS = 16  # rows of logits that are looked at together in a step with rare rows
-_FINE = "FINE"  # tag of numbers that are to become blocks of 8 bits
+# Bits of a weight in the engine with its scales; of g8 without them, which are for 128, 64 or 32 columns.
+_BITS = {"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q4_K": 5, "Q5_K": 6, "Q6_K": 7}
+_BITS |= {"q4m": 5, "g8": 8, "bf16": 16, "f32": 32}
+_FINE = "FINE"  # tag of numbers that are to become 8 bits
 _NO_BYTES, _NO_ORDER = np.empty(0, np.uint8), np.empty(0, np.int32)
 _BLOCK = 32  # columns; groups that share a scale are whole blocks
 _PAIRED = ("gate_up", "experts_gate_up")  # gate and up come one after the other
@@ -394,15 +398,42 @@ def _add(engine: _native.Engine, place: Place, first: Loaded, second: Loaded | N
     items = [first] if second is None else [first, second]
     stored, wish = first.dtype, ""
     if stored not in PACKED:
-        wish = "f32" if place.name == "router" else FORMATS[dtype]
-        if stored == _FINE or (wish == "q4m" and place.name in ("embed", "head")):
-            wish = "q8"
+        wish = "g8" if stored == _FINE else _plain_format(place, dtype)
         if stored != "BF16" or wish != "bf16":
             items, stored = [_widened(item) for item in items], "F32"
     data = [np.ascontiguousarray(item.array).reshape(-1).view(np.uint8) for item in items]
     other = data[1] if second else _NO_BYTES
     mapped = all(_file(one) is not None for one in data)
     engine.add_matrix(place.layer, place.name, place.part, stored, wish, rows, columns, data[0], other, mapped)
+
+
+def _plain_format(place: Place, dtype: str) -> str:
+    """The engine's format for a matrix that is not packed in the checkpoint."""
+    if place.name == "router":
+        return "f32"
+    return "g8" if dtype == "int4" and place.name in ("embed", "head") else FORMATS[dtype]
+
+
+def held_bytes(
+    spec: ModelSpec, needs: Sequence[TensorNeed], checkpoint: Checkpoint, dtype: str, as_stored: bool
+) -> int:
+    """Bytes of all weights in an engine of `build_native`, told before anything is read."""
+    total = 0.0
+    for place, part in zip(*_split(spec, needs), strict=True):
+        info = checkpoint.info(part.sources[0].name)
+        if len(part.shape) == 1:
+            total += 4 * part.shape[0]
+        elif info.dtype in QUANTISED and info.dtype != "FP8" and dtype != "float32":
+            total += info.nbytes * math.prod(part.shape) / math.prod(info.shape)
+        else:
+            kept = info.dtype in PACKED and as_stored and dtype != "float32"
+            plain = "g8" if info.dtype == "FP8" and dtype != "float32" else _plain_format(place, dtype)
+            rows, columns = (-(-size // _BLOCK) * _BLOCK for size in part.shape)
+            bits = _BITS[info.dtype if kept else plain]
+            if plain == "g8" and not kept:
+                bits += 16 / math.gcd(columns, 128)
+            total += rows * columns * bits / 8
+    return int(total)
 
 
 def _fit(packed: list[Packed]) -> bool:
@@ -448,7 +479,7 @@ def _halves(scales_RG: Array) -> Array:
 
 
 def _numbers(item: Loaded) -> Loaded:
-    """What the engine cannot hold as it is, as numbers for blocks of 8 bits: finer than 4 bits or FP8 themselves."""
+    """What the engine cannot hold as it is, as numbers for 8 bits: finer than 4 bits or FP8 themselves."""
     part = item.parts[0] if item.parts else None  # each need here has one source
     return Loaded(item.name, part.dequantize(), _FINE) if isinstance(part, Packed) else item
 

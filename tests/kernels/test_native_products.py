@@ -98,7 +98,7 @@ def test_plain_types(isa: str) -> None:
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fmt,bound", [("q8", 0.01), ("q4m", 0.12)])
+@pytest.mark.parametrize("fmt,bound", [("g8", 0.01), ("q4m", 0.12)])
 def test_quantizing_plain_weights(fmt: str, bound: float) -> None:
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((64, 320)).astype(np.float32)

@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octavo.model.gguf_keys import spec_from_gguf
+from octavo.model.spec import weight_needs
+from octavo.runner.native import held_bytes
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import SamplingParams
 from octavo.weights.gguf import GgufCheckpoint
-from tests.runner.native import NativeEngine, load_smollm2, log_probabilities
+from tests.runner.native import NativeEngine, RoundedCheckpoint, load_smollm2, log_probabilities
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "data" / "smollm2-greedy.json").read_text())["rows"]
 TINY_MARGIN = 1e-3
@@ -74,11 +77,24 @@ def test_perplexity_is_within_one_percent_of_float32(smollm2_gguf, stored, text)
         assert runner.engine.shared_segments > 0  # rows of one sequence share their blocks
 
 
+def told(path: Path, dtype: str, rounded: bool = False) -> int:
+    checkpoint = GgufCheckpoint(path)
+    spec = spec_from_gguf(checkpoint.metadata, checkpoint.names())
+    source = RoundedCheckpoint(checkpoint) if rounded else checkpoint
+    return held_bytes(spec, weight_needs(spec, "gguf"), source, dtype, True)
+
+
+def test_memory_is_told_before_loading(smollm2_gguf, stored, exact):
+    assert stored[1].engine.weight_bytes == pytest.approx(told(smollm2_gguf, "bfloat16"), rel=0.01)
+    assert exact[1].engine.weight_bytes == pytest.approx(told(smollm2_gguf, "float32", rounded=True), rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype,bound", [("bfloat16", 0.01), ("int8", 0.01), ("int4", 0.15)])
 def test_plain_weights_in_fewer_bits(smollm2_gguf, exact, text, dtype, bound):
     ids = text[:400]
     _, runner = load_smollm2(smollm2_gguf, rounded=True, blocks=64, dtype=dtype)
+    assert runner.engine.weight_bytes == pytest.approx(told(smollm2_gguf, dtype, rounded=True), rel=0.01)
     wanted = perplexity(log_probabilities(exact[1], ids), ids)
     assert perplexity(log_probabilities(runner, ids), ids) == pytest.approx(wanted, rel=bound)
 

@@ -43,6 +43,8 @@ PackJob pack_job(const std::string& stored, const std::string& format, int rows,
     require(rows > 0 && columns > 0 && columns % whole == 0, "columns are not whole blocks");
     size_t bytes = stored_row_bytes(job.stored, columns) * static_cast<size_t>(rows);
     require(first.size() == bytes && (second.size() == 0 || second.size() == bytes), "the matrix has a wrong number of bytes");
+    int padded = pad_to(columns, kBlock);
+    if (job.format == Format::G8) job.group = padded % 128 == 0 ? 128 : padded % 64 == 0 ? 64 : kBlock;
     job.first = first.data();
     job.second = second.size() ? second.data() : nullptr;
     job.rows = rows;

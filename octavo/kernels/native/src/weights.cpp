@@ -114,18 +114,28 @@ void decode_block(Stored stored, const uint8_t* row, int j, RowBlock* out) {
     }
 }
 
-// Quantises 32 numbers to 8 bits around zero, or to 4 bits between their extremes.
-void quantize(const float* x, Format format, RowBlock* out) {
+// Quantises 32 numbers to 4 bits between their extremes.
+void quantize(const float* x, RowBlock* out) {
     float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
-    bool around_zero = format == Format::Q8;
-    float span = around_zero ? std::max(-low, high) / 127 : (high - low) / 15;
-    out->scale[0] = float_to_half(span);
+    out->scale[0] = float_to_half((high - low) / 15);
     out->minimum = float_to_half(low);
-    float scale = half_to_float(out->scale[0]), base = around_zero ? 0 : half_to_float(out->minimum);
+    float scale = half_to_float(out->scale[0]), base = half_to_float(out->minimum);
     for (int i = 0; i < kBlock; i++) {
         float code = scale > 0 ? std::nearbyint((x[i] - base) / scale) : 0.0f;
-        out->code[i] = static_cast<uint8_t>(around_zero ? std::clamp(code, -127.0f, 127.0f) + 128 : std::clamp(code, 0.0f, 15.0f));
+        out->code[i] = static_cast<uint8_t>(std::clamp(code, 0.0f, 15.0f));
     }
+}
+
+// The scale, as half precision, with which n numbers become 8 bits around zero.
+uint16_t scale_of(const float* x, int n) {
+    float largest = 0;
+    for (int i = 0; i < n; i++) largest = std::max(largest, std::fabs(x[i]));
+    return float_to_half(largest / 127);
+}
+
+uint8_t code_of(float x, float scale) {
+    float code = scale > 0 ? std::nearbyint(x / scale) : 0.0f;
+    return static_cast<uint8_t>(std::clamp(code, -127.0f, 127.0f) + 128);
 }
 
 bool grouped(Format f) { return f >= Format::G4; }
@@ -195,7 +205,7 @@ void pack_row(const PackJob& job, const uint8_t* row, int i, uint8_t* out) {
         if (job.stored == Stored::F32) {
             float x[kBlock] = {};
             std::memcpy(x, row + j * kBlock * 4, 4 * static_cast<size_t>(std::min(kBlock, job.columns - j * kBlock)));
-            quantize(x, job.format, &block);
+            quantize(x, &block);
         } else {
             decode_block(job.stored, row, j, &block);
         }
@@ -219,19 +229,26 @@ Place place_of(Format f, int group, int g) {
 // Row `row` of one matrix of the job as row `i` of a panel that was zeroed before.
 void pack_grouped(const PackJob& job, bool second, size_t row, int i, uint8_t* panel) {
     const uint8_t* codes = (second ? job.second : job.first) + row * stored_row_bytes(job.stored, job.columns);
+    const float* numbers = job.stored == Stored::F32 ? reinterpret_cast<const float*>(codes) : nullptr;
     const Groups& from = job.groups[second];
     int groups = pad_to(job.columns, kBlock) / job.group;
     bool nibbles = job.stored == Stored::Int4;
     for (int g = 0; g < groups; g++) {
         Place place = place_of(job.format, job.group, g);
-        for (int c = g * job.group; c < std::min((g + 1) * job.group, job.columns); c += kBlock) {
-            RowBlock block{};
-            for (int k = 0; k < std::min(kBlock, job.columns - c); k++)
-                block.code[k] = nibbles ? codes[(c + k) / 2] >> (k % 2 * 4) & 15 : codes[c + k] ^ 0x80;
-            encode_codes(block, i, job.format, panel + place.codes + c % job.group / kBlock * code_bytes(job.format));
-        }
+        int first = g * job.group, last = std::min(first + job.group, job.columns);
         size_t at = row * static_cast<size_t>(groups) + static_cast<size_t>(g);
-        std::memcpy(panel + place.scales + 2 * i, from.scales + 2 * at, 2);
+        uint16_t scale = numbers ? scale_of(numbers + first, last - first) : half_at(from.scales + 2 * at);
+        std::memcpy(panel + place.scales + 2 * i, &scale, 2);
+        for (int c = first; c < last; c += kBlock) {
+            RowBlock block{};
+            for (int k = 0; k < std::min(kBlock, last - c); k++) {
+                if (numbers)
+                    block.code[k] = code_of(numbers[c + k], half_to_float(scale));
+                else
+                    block.code[k] = nibbles ? codes[(c + k) / 2] >> (k % 2 * 4) & 15 : codes[c + k] ^ 0x80;
+            }
+            encode_codes(block, i, job.format, panel + place.codes + (c - first) / kBlock * code_bytes(job.format));
+        }
         if (!from.zeros) continue;
         uint8_t *zeros = panel + place.zeros, zero = from.zeros[at];
         if (nibbles)
@@ -243,15 +260,19 @@ void pack_grouped(const PackJob& job, bool second, size_t row, int i, uint8_t* p
 
 void unpack_grouped(Format format, int group, const uint8_t* panel, int i, int columns, float* out) {
     bool wide = bits_of(format) == 8;
-    for (int k = 0; k < pad_to(columns, kBlock); k++) {
-        Place place = place_of(format, group, k / group);
-        int s = k % kBlock / 4, zero = wide ? 128 : 8;
-        const uint8_t* pair = panel + place.codes + k % group / kBlock * code_bytes(format) + i / kHalfRows * 64;
-        const uint8_t *codes = pair + 4 * (i % kHalfRows) + k % 4, *zeros = panel + place.zeros;
-        int code = wide ? codes[128 * s] : codes[128 * (s / 2)] >> (s % 2 * 4) & 15;
+    for (int k = 0, g = 0; k < pad_to(columns, kBlock); g++) {
+        Place place = place_of(format, group, g);
+        const uint8_t *codes = panel + place.codes + i / kHalfRows * 64 + 4 * (i % kHalfRows), *zeros = panel + place.zeros;
+        float scale = half_to_float(half_at(panel + place.scales + 2 * i));
+        int zero = wide ? 128 : 8;
         if (format == Format::G8Z) zero += static_cast<int8_t>(zeros[i]);
         if (format == Format::G4Z) zero = zeros[i % 16] >> (i / 16 * 4) & 15;
-        out[k] = half_to_float(half_at(panel + place.scales + 2 * i)) * static_cast<float>(code - zero);
+        for (int end = k + group; k < end; k++) {
+            const uint8_t* block = codes + k % group / kBlock * code_bytes(format);
+            int s = k % kBlock / 4, byte = k % 4;
+            int code = wide ? block[128 * s + byte] : block[128 * (s / 2) + byte] >> (s % 2 * 4) & 15;
+            out[k] = scale * static_cast<float>(code - zero);
+        }
     }
 }
 
@@ -262,7 +283,7 @@ struct Name {
 const Name kStored[] = {{"Q4_0", 0}, {"Q4_1", 1}, {"Q5_0", 2}, {"Q5_1", 3}, {"Q8_0", 4},
                         {"Q4_K", 5}, {"Q5_K", 6}, {"Q6_K", 7}, {"BF16", 8}, {"F32", 9},
                         {"INT4", 10}, {"INT8", 11}};
-const Name kFormatNames[] = {{"q4", 0}, {"q4m", 1}, {"q5", 2}, {"q5m", 3}, {"q6", 4}, {"q8", 5}, {"bf16", 6}, {"f32", 7}};
+const Name kFormatNames[] = {{"q4", 0}, {"q4m", 1}, {"q5", 2}, {"q5m", 3}, {"q6", 4}, {"g8", 10}, {"bf16", 6}, {"f32", 7}};
 
 template <class T, size_t N> bool look_up(const Name (&names)[N], const std::string& name, T* value) {
     for (const Name& entry : names)

@@ -56,7 +56,7 @@ struct PackJob {
     const uint8_t *first, *second;
     Stored stored;
     int rows, columns;  // of each matrix
-    Format format;      // native_format(stored), or anything when stored is F32
+    Format format;      // native_format(stored); or Q4M, G8, BF16 or F32 when stored is F32
     int group;          // columns that share a scale, a multiple of 32 that divides the padded columns; 0: none lie apart
     Groups groups[2];   // of `first` and `second`
     bool mapped;        // the bytes lie in a mapped file; pages that were read can be given back
