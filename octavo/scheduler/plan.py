@@ -41,6 +41,7 @@ VERSION = 1
 HEADER_WORDS = 32
 SECTIONS = ("rows", "table", "copies", "swap_out", "swap_in", "params", "extras", "tokens")
 WIDTHS = (4, 3, 2, 2, 2, 16, 1, 1)
+_NOTHING = [np.empty((0, width) if width > 1 and s else 0, np.int32) for s, width in enumerate(WIDTHS)]
 _HEADER = struct.Struct(f"<{8 + 2 * len(SECTIONS)}i{4 * (HEADER_WORDS - 8 - 2 * len(SECTIONS))}x")
 
 # Row flags.
@@ -163,12 +164,13 @@ class PlanView:
         self.words = words
         self.step, self.rows, self.total_tokens, self.decode_rows, self.longest = header[2:7]
         parts: list[I32] = []
-        for s, width in enumerate(WIDTHS):
-            offset, count = header[8 + 2 * s : 10 + 2 * s]
-            if count < 0 or offset < HEADER_WORDS or offset + count * width > len(words):
-                raise _damaged(f"section {SECTIONS[s]} of {count} items at word {offset} of {len(words)}")
-            part = words[offset : offset + count * width]
-            parts.append(part.reshape(count, width) if width > 1 and s else part)
+        for nothing, width, offset, count in zip(_NOTHING, WIDTHS, header[8::2], header[9::2], strict=False):
+            end = offset + count * width
+            if count < 0 or offset < HEADER_WORDS or end > len(words):
+                name = SECTIONS[len(parts)]
+                raise _damaged(f"section {name} of {count} items at word {offset} of {len(words)}")
+            part = words[offset:end] if count else nothing
+            parts.append(part.reshape(count, width) if count and nothing.ndim == 2 else part)
         if len(parts[0]) != 4 * self.rows or not 0 <= self.decode_rows <= self.rows:
             raise _damaged(f"{self.rows} rows of which {self.decode_rows} decode")
         columns = parts[0].reshape(4, self.rows)
@@ -181,15 +183,16 @@ class PlanView:
         if not self.rows:
             fits = self.total_tokens == len(self.tokens) == 0
         else:
+            longest, decodes = int(self.length.max()), self.decode_rows
             # Python integers: a damaged plan may hold lengths that overflow in sum.
-            fed = sum(self.length[self.decode_rows :].tolist())
+            fed = sum(self.length[decodes:].tolist()) if decodes < self.rows else 0
             fits = (
                 int(self.length.min()) >= 1
                 and int(self.start.min()) >= 0
-                and int(self.length[: self.decode_rows].max(initial=1)) == 1
+                and (longest == 1 or int(self.length[:decodes].max(initial=1)) == 1)
                 and fed == len(self.tokens)
-                and self.total_tokens == self.decode_rows + fed
-                and self.longest == int(self.length.max())
+                and self.total_tokens == decodes + fed
+                and self.longest == longest
             )
         if not fits:
             raise _damaged("lengths that do not add up")
