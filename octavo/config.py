@@ -233,17 +233,23 @@ FLOPS_PER_BYTE = {"cuda": 8000.0, "cpu": 25.0}
 _DEFAULTS = {"cpu": (64, 512, 0, 0.25, 4 * GIB), "cuda": (1024, 8192, 1, 1.0, 1 << 50)}
 
 
+def step_limits(wish: EngineConfig, device: str) -> tuple[int, int]:
+    """(sequences, tokens) that a step may have, as wished or as the device has them. ConfigError: less than 1."""
+    seqs = _at_least(1, "max_num_seqs", wish.scheduler.max_num_seqs, _DEFAULTS[device][0])
+    tokens = wish.scheduler.max_num_batched_tokens
+    return seqs, _at_least(1, "max_num_batched_tokens", tokens, max(_DEFAULTS[device][1], seqs))
+
+
 def resolve(wish: EngineConfig, hardware: Hardware, model: ModelFacts) -> Facts:
     """Numbers for an engine from wishes, machine and model. Raises ConfigError where they do not fit together."""
-    seqs, tokens, depth, share, most = _DEFAULTS[hardware.device]
-    seqs = _at_least(1, "max_num_seqs", wish.scheduler.max_num_seqs, seqs)
-    tokens = _at_least(1, "max_num_batched_tokens", wish.scheduler.max_num_batched_tokens, max(tokens, seqs))
+    _, _, depth, share, most = _DEFAULTS[hardware.device]
+    seqs, tokens = step_limits(wish, hardware.device)
     depth = _at_least(0, "depth", wish.scheduler.depth, depth)
     if depth > 2:
         raise ConfigError(f"depth is {depth}.", "Give 0, 1 or 2.")
     if wish.parallel.tensor_parallel_size != 1:
         raise ConfigError(f"tensor_parallel_size is {wish.parallel.tensor_parallel_size}.", "Only 1 is built so far.")
-    size = _block_tokens(wish.cache.block_size, model.kv_bytes_per_token)
+    size = block_tokens(wish.cache.block_size, model.kv_bytes_per_token)
     wished_len = wish.model.max_model_len
     if wished_len is not None and not 1 < wished_len <= model.max_positions:
         raise ConfigError(
@@ -298,7 +304,7 @@ def _swap_blocks(gib: float, per_block: int, size: int, cost: float) -> int:
     return int(gib * GIB) // per_block if cost < size else 0
 
 
-def _block_tokens(wish: int | str, token_bytes: int) -> int:
+def block_tokens(wish: int | str, token_bytes: int) -> int:
     """The block size in tokens. For a size in bytes, as in old guides, the largest block that is not larger."""
     match = re.fullmatch(r"(\d{1,6}) *(K|M|G)I?B", str(wish).upper())
     if match is not None:

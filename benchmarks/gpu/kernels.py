@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import replay
 import torch
 
 from octavo.attention import triton as triton_attention
@@ -28,35 +29,9 @@ TB, TFLOP = 4.3e12, 730e12
 OUT: dict[str, dict[str, float]] = {}
 
 
-class Slice:
-    """With `--compile I/N` every N-th configuration is only compiled, for a later run to find in Triton's cache."""
-
-    part, parts, seen = 0, 0, 0
-
-
 def timed(function: Callable[[], object], launches: int = 10) -> float:
     """Seconds of one call."""
-    if Slice.parts:
-        Slice.seen += 1
-        if Slice.seen % Slice.parts == Slice.part:
-            function()
-        return 1.0
-    for _ in range(2):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            function()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / launches / 1e3)
-    return sorted(times)[3]
+    return replay.timed(lambda _: function(), launches)
 
 
 def report(name: str, seconds: float, nbytes: float = 0, flops: float = 0, note: str = "") -> None:
@@ -137,7 +112,7 @@ def best(
         table[key] = choice
         try:
             found = min(found, result := (measure(), choice))
-            if tune and not Slice.parts:
+            if tune and not replay.Slice.parts:
                 print(f"    {result[0] * 1e6:9.1f} us {choice}")
         except Exception as error:  # a configuration that does not fit the device
             print(f"  {choice}: {str(error)[:80]}")
@@ -331,8 +306,7 @@ BENCHES = {
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    if "--compile" in sys.argv:
-        Slice.part, Slice.parts = (int(n) for n in sys.argv[sys.argv.index("--compile") + 1].split("/"))
+    replay.Slice.from_command_line()
     names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(BENCHES)
     for bench in names:
         with torch.inference_mode():

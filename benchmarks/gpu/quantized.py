@@ -13,58 +13,32 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from itertools import product
 
 import torch
 from kernels import Step
+from replay import Slice, timed
 from torch.nn.functional import linear
 
 from octavo.attention.base import AttentionShape, KVPool
 from octavo.kernels.gpu import decode, norm
 from octavo.kernels.gpu.fp8 import multiply, multiply_then, quantize_tokens
-from octavo.kernels.gpu.quantized import Packed, Parts, launch_for, pack, quantized_linear, widen
-from octavo.kernels.gpu.quantized_tuned import Launch
+from octavo.kernels.gpu.quantized import Packed, pack, widen
+from octavo.kernels.gpu.quantized_linear import Parts, launch_for, quantized_linear
+from octavo.kernels.gpu.quantized_tuned import MOST_TOKENS, Launch
 from octavo.kernels.quant import QuantWeight
 
 DEVICE = torch.device("cuda")
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 KINDS = {"int4": 64, "int8": 0, "fp8": 0}
+TOKENS = (1, 8, 16, 32, 64, 128)
 OUT: dict[str, dict[str, float | str]] = {}
-PART, PARTS = (
-    (int(n) for n in sys.argv[sys.argv.index("--compile") + 1].split("/")) if "--compile" in sys.argv else (0, 0)
-)
-SEEN = [0]
 SHARED = Parts(DEVICE)
-
-
-def timed(function: Callable[[int], object], copies: int) -> float:
-    """Seconds of one call; `function` takes the number of the copy."""
-    if PARTS:
-        SEEN[0] += 1
-        if SEEN[0] % PARTS == PART:
-            function(0)
-        return 1.0
-    function(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(copies):
-            function(i)
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / copies / 1e3)
-    return sorted(times)[3]
 
 
 def report(name: str, seconds: float, nbytes: float, note: str = "") -> None:
     OUT[name] = {"us": seconds * 1e6, "TB/s": nbytes / seconds / 1e12, "note": note}
-    if not PARTS:
+    if not Slice.parts:
         print(f"{name:32} {seconds * 1e6:8.1f} us {nbytes / seconds / 1e12:5.2f} TB/s {note}", flush=True)
 
 
@@ -94,27 +68,26 @@ def launches(kind: str, tokens: int, tune: bool, packed: Packed) -> list[Launch]
     if not tune:
         return [launch_for(packed, tokens)]
     four = kind == "int4"
-    if tokens <= 8:
-        tiles, waves = (
-            ((64, 2), (32, 1), (128, 4)) if four else ((64, 2), (32, 1)),
-            (2.0, 4.0, 8.0) if four else (2.0, 4.0),
-        )
-    elif tokens <= 32:
-        tiles, waves = ((64, 2), (32, 1)) if tokens <= 16 else ((64, 2), (128, 4)), (2.0, 4.0) if four else (2.0,)
+    if tokens <= 16:
+        rows, waves, ahead = (16, 32), (8.0, 16.0, 32.0) if four else (16.0,), (0, 8)
+        return [launch_for(packed, tokens)] + [
+            Launch(o, max(8, tokens), 1, 1, v, four, 0, a) for o, v, a in product(rows, waves, ahead)
+        ]
+    if tokens <= 32:
+        tiles, waves = ((64, 2), (128, 4)), (2.0, 4.0) if four else (2.0,)
     else:
         tiles, waves = ((64, 4), (128, 8)), (1.0, 2.0) if four else (1.0,)
-    raw = four and tokens <= 16
-    return [Launch(o, max(8, tokens), w, 3, v, raw) for (o, w), v in product(tiles, waves)]
+    return [Launch(o, tokens, w, 3, v) for (o, w), v in product(tiles, waves)]
 
 
 def few(tune: bool) -> None:
     for name, (outputs, inputs) in LAYER.items():
-        for m in (1, 16, 32, 64, 128):
+        for m in TOKENS:
             x = torch.randn(m, inputs, dtype=torch.bfloat16, device=DEVICE)
             y = torch.randn(m, outputs, dtype=torch.bfloat16, device=DEVICE)
             plain(name, x, y)
             for kind in KINDS:
-                if kind == "int4" or m <= 64:
+                if m <= MOST_TOKENS[kind]:
                     streamed(name, kind, x, y, tune)
 
 
@@ -136,7 +109,7 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
     """The best launch of the kernel here."""
     gated = name == "gate_up"
     one = pack(weight(kind, *LAYER[name]))
-    count = 0 if PARTS else max(1, int(120e6 // nbytes(one)))
+    count = 0 if Slice.parts else max(1, int(120e6 // nbytes(one)))
     copies = [one] + [pack(weight(kind, *LAYER[name])) for _ in range(count)]
     found: list[tuple[float, str]] = []
     for launch in launches(kind, len(x), tune, one):
@@ -150,7 +123,7 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
             print(f"  {launch}: {str(error)[:80]}")
             continue
         cut = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages}"
-        shown = f"{cut},{launch.waves:.0f},{launch.raw:d}"
+        shown = f"{cut},{launch.waves:.0f},{launch.raw:d},{launch.ahead}"
         OUT[f"{name} {len(x)} {kind} {shown}"] = {"us": seconds * 1e6}
         found.append((seconds, shown))
     notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in sorted(found)[:4])
@@ -208,6 +181,7 @@ def kv(tune: bool) -> None:
 
 def main() -> None:
     """Measure and print."""
+    Slice.from_command_line()
     what = sys.argv[2].split(",") if len(sys.argv) > 2 and not sys.argv[2].startswith("--") else ["few", "many"]
     if "few" in what:
         few("--tune" in sys.argv)

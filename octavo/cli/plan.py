@@ -89,23 +89,22 @@ def card_bytes(name: str) -> int:
 
 def make_plan(config: EngineConfig, card: int) -> Plan:
     """The plan of one model on one card. Raises ConfigError, ModelError for what no engine would start with."""
-    from octavo.config import ModelFacts
+    from octavo.config import block_tokens, step_limits
     from octavo.engine.build import kv_dtype, open_model, run_dtype
     from octavo.runner import memory
 
     opened = open_model(config)
     spec, dtype, kv = opened.spec, run_dtype(config, opened.spec), kv_dtype(config, native=False)
     kind, weights = _weights(config, opened, dtype)
-    facts = ModelFacts(spec.max_positions, memory.kv_bytes_per_token(spec, dtype, kv), dtype, spec.parameters)
+    facts = memory.model_facts(spec, dtype, kv)
     budget = int(card * memory.memory_share(config))
     held = memory.CardMemory(config, card, budget, sum(weights.values()))
-    rows = config.scheduler.max_num_seqs or 1024
-    tokens = config.scheduler.max_num_batched_tokens or max(8192, rows)
+    rows, tokens = step_limits(config, "cuda")
     longest = config.model.max_model_len or spec.max_positions
     steps = memory.step_bytes(spec, dtype, tokens, rows, longest)
     graphs = 0 if config.model.enforce_eager else memory.graph_bytes(spec, dtype, rows)
     left = budget - sum(weights.values()) - steps - graphs
-    size = config.cache.block_size if isinstance(config.cache.block_size, int) else 16
+    size = block_tokens(config.cache.block_size, facts.kv_bytes_per_token)
     plan = Plan(
         opened.files.name, dtype, kind, weights, steps, graphs, kv or dtype, facts.kv_bytes_per_token, size,
         facts.kv_bytes_per_token * size, card, budget, max(left, 0), False,

@@ -19,8 +19,8 @@ from octavo.engine.client import ModelLimits
 from octavo.engine.loop import EngineLoop, QueueCaps
 from octavo.errors import ConfigError
 from octavo.machine import free_memory
-from octavo.quantization.scheme import Scheme, scheme_from_config
-from octavo.runner.memory import kv_bytes_per_token
+from octavo.quantization.scheme import ONLINE, Scheme, scheme_from_config
+from octavo.runner.memory import model_facts
 from octavo.scheduler.records import Limits
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights.checkpoint import Checkpoint
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 # Prompt tokens of one step for each row that decodes in it, where the pace is to be even: see docs/design.md.
 MIXED_PREFILL = {"cpu": 2}
 
-ONLINE = ("fp8", "int8", "int4")
-"""what plain weights can be quantised to while they are loaded"""
 _TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 
 
@@ -166,8 +164,7 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
     dtype = run_dtype(config, spec)
     native = runs_native(config, spec, dtype)
     kv = kv_dtype(config, native)
-    token_bytes = kv_bytes_per_token(spec, dtype, kv)
-    model_facts = ModelFacts(spec.max_positions, token_bytes, dtype, _parameters_met(spec))
+    facts_of_model = model_facts(spec, dtype, kv)
     _check_swap(config)
     kind = online_kind(config, model.scheme, config.model.load_format == "dummy")
     if native:
@@ -181,7 +178,7 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
         as_stored = config.model.dtype == "auto"
         held = held_bytes(spec, model.needs, model.checkpoint, kind or dtype, as_stored)
         free = max(0, free_memory() - held)
-        facts = resolve(config, Hardware("cpu", free), model_facts)
+        facts = resolve(config, Hardware("cpu", free), facts_of_model)
         runner: Runner = build_native(
             spec,
             model.needs,
@@ -196,15 +193,9 @@ def build_engine(config: EngineConfig, model: OpenedModel, *, steady: bool = Fal
             swap_blocks=facts.swap_blocks,
         )
     else:
-        runner, facts = _torch_runner(config, model, model_facts, kind, kv == "fp8")
+        runner, facts = _torch_runner(config, model, facts_of_model, kind, kv == "fp8")
     _log.info("%s", facts.line())
     return start_engine(facts, spec.vocab_size, model.eos_ids, runner, steady=steady)
-
-
-def _parameters_met(spec: ModelSpec) -> int:
-    """Weights that one token meets: of its experts only those that are chosen."""
-    idle = sum((layer.experts - layer.experts_per_token) * layer.mlp_size for layer in spec.layers)
-    return spec.parameters - 3 * spec.hidden_size * idle
 
 
 def _check_swap(config: EngineConfig) -> None:
@@ -217,7 +208,7 @@ def _check_swap(config: EngineConfig) -> None:
 
 
 def _torch_runner(
-    config: EngineConfig, model: OpenedModel, model_facts: ModelFacts, kind: str, fp8_kv: bool
+    config: EngineConfig, model: OpenedModel, facts_of_model: ModelFacts, kind: str, fp8_kv: bool
 ) -> tuple[Runner, Facts]:
     """Captured graphs and Triton kernels on CUDA, else torch's own operations."""
     from octavo.runner.build import build_decoder, pick_device, torch_dtype
@@ -226,16 +217,16 @@ def _torch_runner(
 
     kv = KvScales(model.checkpoint, partial(held_ids, model), config.cache.kv_check) if fp8_kv else None
     device = pick_device(config.model.device)
-    if device.type == "cuda" and model_facts.dtype != "float64" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and facts_of_model.dtype != "float64" and importlib.util.find_spec("triton") is not None:
         from octavo.runner.startup import build_cuda
 
-        return build_cuda(config, model.spec, model.needs, model.checkpoint, model_facts, kind, kv)
-    resolve(config, Hardware(device.type, free_memory()), model_facts)  # refuse before loading
-    dtype = torch_dtype(model_facts.dtype)
+        return build_cuda(config, model.spec, model.needs, model.checkpoint, facts_of_model, kind, kv)
+    resolve(config, Hardware(device.type, free_memory()), facts_of_model)  # refuse before loading
+    dtype = torch_dtype(facts_of_model.dtype)
     decoder = build_decoder(model.spec, model.needs, model.checkpoint, dtype, device, kind, fp8_kv)
     if kv is not None:
         kv.give(decoder)
-    facts = resolve(config, Hardware(device.type, free_memory()), model_facts)
+    facts = resolve(config, Hardware(device.type, free_memory()), facts_of_model)
     runner = TorchRunner(
         decoder,
         blocks=facts.blocks,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 Kind = Literal["int4", "int8", "fp8"]
 
+FP8_MAX = 448.0
+"""the largest number of e4m3"""
 IMPLIED_ZERO = {"int4": 8, "int8": 0, "fp8": 0}
 """the zero of weights that have no `zeros_RG`"""
 

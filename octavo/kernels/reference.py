@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.quant import FP8_MAX
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums over values of `dtype` run in: float64 stays, all others use float32."""
@@ -62,7 +64,7 @@ def write_kv(pool_NKSD: Tensor, values_TKD: Tensor, slots_T: Tensor) -> None:
 def to_fp8(values_TKD: Tensor, scale_K: Tensor) -> Tensor:
     """values / scale of their head in float8_e4m3fn, clamped to its range of +-448."""
     scaled = values_TKD.to(torch.float32) / scale_K[:, None]
-    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def write_kv_fp8(pool_NKSD: Tensor, values_TKD: Tensor, slots_T: Tensor, scale_K: Tensor) -> None:

@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.quant import QuantWeight
-
-KINDS = ("fp8", "int8", "int4")
-FP8_MAX = 448.0
-_GROUPS = (64, 32)  # as octavo.runner.memory counts them
+from octavo.kernels.quant import FP8_MAX, QuantWeight
+from octavo.quantization.scheme import ONLINE, online_group
 
 
 def quantize(weight_OI: Tensor, kind: str, group: int = 0) -> QuantWeight:
     """The nearest codes for a matrix, on its device. `group`: inputs that share a scale, for "int4"."""
     if kind == "int4":
         return _int4(weight_OI, group)
-    if kind not in KINDS:
-        raise ConfigError(f"Weights cannot be quantised to {kind!r}.", f"Give one of {', '.join(KINDS)}.")
+    if kind not in ONLINE:
+        raise ConfigError(f"Weights cannot be quantised to {kind!r}.", f"Give one of {', '.join(ONLINE)}.")
     wide = weight_OI.to(torch.float32)
     largest_O1 = wide.abs().amax(dim=1, keepdim=True).clamp_min(1e-12)
     outputs, inputs = weight_OI.shape
@@ -39,7 +36,7 @@ def quantize(weight_OI: Tensor, kind: str, group: int = 0) -> QuantWeight:
 
 def _int4(weight_OI: Tensor, group: int) -> QuantWeight:
     outputs, inputs = weight_OI.shape
-    group = group or next((size for size in _GROUPS if inputs % size == 0), inputs)
+    group = group or online_group(inputs)
     codes_OGI, scales_OG, zeros_OG = round_int4(weight_OI.to(torch.float32).view(outputs, -1, group))
     codes = pack_int4(codes_OGI.view(outputs, inputs))
     return QuantWeight("int4", (outputs, inputs), codes, scales_OG, group, zeros_RG=zeros_OG)

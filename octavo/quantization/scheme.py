@@ -23,7 +23,15 @@ METHODS: dict[str, Method] = {
     "fbgemm_fp8": "fp8",
 }
 GROUPS = (32, 64, 128)
+ONLINE: tuple[Literal["fp8", "int8", "int4"], ...] = ("fp8", "int8", "int4")
+"""what plain weights can be quantised to while they are loaded"""
+_ONLINE_GROUPS = (64, 32)
 _FIX = f"Take a checkpoint of the kinds {', '.join(dict.fromkeys(METHODS.values()))}, or one that is not quantised."
+
+
+def online_group(inputs: int) -> int:
+    """Inputs that share a scale where a plain matrix becomes int4: 64, or 32, or a row, where 64 do not divide it."""
+    return next((size for size in _ONLINE_GROUPS if inputs % size == 0), inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def load_params(
 ) -> dict[str, Weight]:
     """Every tensor of the model under its internal name. Raises ModelError before anything is read.
 
-    `quantization`: one of `octavo.quantization.online.KINDS`, which the plain matrices of the layers become.
+    `quantization`: one of `octavo.quantization.scheme.ONLINE`, which the plain matrices of the layers become.
     """
 
     def put(array: Array, kind: torch.dtype) -> Tensor:

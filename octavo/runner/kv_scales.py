@@ -18,13 +18,13 @@ from torch import Tensor
 
 from octavo.attention.base import HostLengths, StepBatch
 from octavo.errors import ConfigError, ModelError
+from octavo.kernels.quant import FP8_MAX
 from octavo.kernels.reference import accumulate_dtype
 from octavo.model.decoder import Decoder
 from octavo.weights.checkpoint import Checkpoint, to_float32
 
 _log = logging.getLogger(__name__)
 
-FP8_MAX = 448.0
 MOST_DIVERGENCE = 0.05
 """mean Kullback-Leibler divergence, in nats a token, up to which a cache in FP8 passes the check"""
 HEADROOM = 4.0

@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.config import GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve
+from octavo.config import GIB, EngineConfig, Facts, Hardware, ModelFacts, resolve, step_limits
 from octavo.errors import ConfigError
 from octavo.model.spec import ModelSpec
-from octavo.quantization.scheme import Scheme
+from octavo.quantization.scheme import Scheme, online_group
 from octavo.weights.checkpoint import QUANTISED, Checkpoint
 from octavo.weights.needs import Source, TensorNeed
 from octavo.weights.quantized import QuantizedCheckpoint
@@ -26,9 +26,6 @@ STEP_BASE = 400 << 20
 
 LAYER_PRODUCTS = ("qkv", "o", "gate_up", "down")
 """the matrices of a layer that only products use, and which so can be quantised"""
-
-ONLINE_GROUPS = (64, 32)
-"""inputs that share a scale where plain weights become int4, the first that divides a row; else the whole row"""
 
 
 def weight_bytes(
@@ -65,6 +62,13 @@ def weight_bytes(
 def kept_dtype(need: TensorNeed, dtype: str) -> str:
     """The dtype that a plain tensor of a model in `dtype` is kept in."""
     return "float32" if need.wide and ELEMENT_BYTES[dtype] < 4 else dtype
+
+
+def model_facts(spec: ModelSpec, dtype: str, kv: str = "") -> ModelFacts:
+    """What `octavo.config.resolve` must know; `kv` as in `kv_bytes_per_token`. Of experts only the chosen are met."""
+    idle = sum((layer.experts - layer.experts_per_token) * layer.mlp_size for layer in spec.layers)
+    met = spec.parameters - 3 * spec.hidden_size * idle
+    return ModelFacts(spec.max_positions, kv_bytes_per_token(spec, dtype, kv), dtype, met)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv: str = "") -> int:
@@ -106,8 +110,7 @@ def online_bytes(outputs: int, inputs: int, kind: str) -> int:
     """Bytes of one plain matrix that was quantised while loading."""
     if kind != "int4":
         return outputs * inputs + 4 * outputs
-    group = next((size for size in ONLINE_GROUPS if inputs % size == 0), inputs)
-    return outputs * inputs // 2 + 3 * outputs * (inputs // group)
+    return outputs * inputs // 2 + 3 * outputs * (inputs // online_group(inputs))
 
 
 def _rows(source: Source) -> int:
@@ -151,12 +154,13 @@ class CardMemory:
 
     def _too_small(self, model: ModelFacts, left: int, taken: str, cause: str) -> ConfigError:
         """Needs, has, and what would help, the most effective first."""
-        scheduler, cache = self.config.scheduler, self.config.cache
+        cache = self.config.cache
         longest = self.config.model.max_model_len or model.max_positions
+        _, tokens = step_limits(self.config, "cuda")
         fixes = {
             "raise --gpu-memory-utilization to 0.95": (0.95 - cache.gpu_memory_utilization) * self.total,
             f"lower --max-model-len from {longest} to {longest // 2}": longest // 2 * model.kv_bytes_per_token,
-            f"lower --max-num-batched-tokens from {scheduler.max_num_batched_tokens or 8192} to 2048": 1.0 * GIB,
+            f"lower --max-num-batched-tokens from {tokens} to 2048": 1.0 * GIB,
         }
         if cache.kv_cache_dtype == "auto":
             fixes["give --kv-cache-dtype fp8"] = longest * model.kv_bytes_per_token / 2

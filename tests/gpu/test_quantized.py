@@ -33,7 +33,8 @@ FORMS = [
 def test_products(
     cases, kind: str, columns: int, zeroed: bool, outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
-    from octavo.kernels.gpu.quantized import Parts, pack, quantized_linear, widen
+    from octavo.kernels.gpu.quantized import pack, widen
+    from octavo.kernels.gpu.quantized_linear import Parts, quantized_linear
 
     device = torch.device("cuda")
     weight = cases.random_weight(kind, columns, zeroed, outputs, inputs, "cuda")

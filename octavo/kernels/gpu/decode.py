@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.fp8_pool import in_fp8, scaled_for
 from octavo.kernels.gpu.launch import LINE, ask_for, await_turn, early, let_in
 from octavo.kernels.gpu.linear import FEW_TOKENS
-from octavo.kernels.gpu.rope import Turning, in_fp8, turn
+from octavo.kernels.gpu.rope import Turning, turn
 from octavo.kernels.gpu.step import (
     I_FROM,
     I_LANE,
@@ -75,12 +76,6 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
         e = tl.exp2(s * (2.0 / SOFTCAP))
         s = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (e + 1.0))
     return s
-
-
-@triton.jit
-def scaled_for(q, scale):
-    """Queries for keys in FP8 with this scale, in a type that holds both: float16, which e4m3 widens to at once."""
-    return (q.to(tl.float32) * scale).to(tl.float32 if q.dtype == tl.float32 else tl.float16)
 
 
 @triton.jit

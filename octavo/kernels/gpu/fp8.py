@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.fp8_pool import LARGEST
 from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.quantized import Packed
 
@@ -35,10 +36,10 @@ def _quantize(
     if STATIC:
         scale = tl.load(FIXED)
     else:
-        scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+        scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, 1e-12)
     x = x / scale
     tl.store(SCALES + row, scale)
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     tl.store(OUT + row * P + at, x.to(tl.float8e4nv), mask=at < P)
 
 

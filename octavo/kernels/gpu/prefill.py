@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of, scaled_for
+from octavo.kernels.gpu.decode import LOG2_E, Partials, capped, precision_of
+from octavo.kernels.gpu.fp8_pool import scaled_for
 from octavo.kernels.gpu.launch import early, in_turn
 from octavo.kernels.gpu.step import (
     C_KEYS,

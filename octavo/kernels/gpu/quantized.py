@@ -20,11 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu.launch import early, in_turn
-from octavo.kernels.gpu.quantized_tuned import TUNED, Launch
 from octavo.kernels.quant import IMPLIED_ZERO, Kind, QuantWeight, unpack_int4
 
-_PART_FLOATS = 8 << 20
-_COUNTERS = 4096
 _CHUNK = 2048  # rows that are repacked at a time
 
 
@@ -152,7 +149,7 @@ def _float_code(s: int, half: bool) -> str:
 
 
 @triton.jit
-def _widened(
+def widened(
     p, zero, S: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr
 ):  # fmt: skip
     """Fields S of the words p, less `zero` (float32 [:, 1]), in the dtype of the tokens; RAW: plus 128 or 1024."""
@@ -224,7 +221,7 @@ def _column(x, AT: tl.constexpr, NG: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(acc, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT: tl.constexpr):
+def sum_parts(acc, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT: tl.constexpr):
     """Leave a part; the program that comes last gets the sum of all parts, the others a count below SPLIT - 1."""
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     at = tl.arange(0, BN)[:, None] * MB + tl.arange(0, MB)[None, :]
@@ -242,7 +239,7 @@ def _sum_parts(acc, PART, COUNT, m, T, BN: tl.constexpr, MB: tl.constexpr, SPLIT
 
 
 @triton.jit
-def _finished(
+def finished(
     acc, BIAS, OUT, n, m, T, N, BN: tl.constexpr, MB: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
@@ -282,13 +279,13 @@ def _multiply(
         if RAW:
             total = tl.dot(tl.full(p.shape, 1.0, DTYPE), x, total, input_precision=PRECISION)
         if NG == 0:
-            acc = tl.dot(_widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
+            acc = tl.dot(widened(p, zero, s, KIND, DTYPE, ASM, RAW), x, acc, input_precision=PRECISION)
         else:
             z = _column(zeros, s // LONG, NG) if ZEROED else zero
-            part = tl.dot(_widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
+            part = tl.dot(widened(p, z, s, KIND, DTYPE, ASM, RAW), x, part, input_precision=PRECISION)
             if s % LONG == LONG - 1:
                 if RAW:
-                    part -= total * (z + _above(DTYPE, ASM))
+                    part -= total * (z + above(DTYPE, ASM))
                     total = tl.zeros(acc.shape, tl.float32)
                 acc += part * _column(scales, s // LONG, NG)
                 part = tl.zeros(acc.shape, tl.float32)
@@ -296,13 +293,13 @@ def _multiply(
 
 
 @triton.constexpr_function
-def _above(dtype: tl.dtype, asm: bool) -> float:
+def above(dtype: tl.dtype, asm: bool) -> float:
     """What RAW fields hold beside the code."""
     return 1024.0 if asm and dtype == tl.float16 else 128.0
 
 
 @triton.jit(do_not_specialize=["T"])
-def _products(
+def products(
     X, WORDS, SCALES, ZEROS, BIAS, OUT, PART, COUNT, T, N, KI, width, blocks, per,
     KIND: tl.constexpr, IMPLIED: tl.constexpr, MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NG: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, ZEROED: tl.constexpr, EVEN: tl.constexpr,
@@ -345,78 +342,13 @@ def _products(
         )  # fmt: skip
     if NG == 0:
         if RAW:
-            acc -= total * (zero + _above(X.dtype.element_ty, ASM))
+            acc -= total * (zero + above(X.dtype.element_ty, ASM))
         acc *= tl.load(SCALES + n, mask=ok, other=0.0).to(tl.float32)[:, None]
     last = SPLIT - 1
     if SPLIT > 1:
-        acc, last = _sum_parts(acc, PART, COUNT, m, T, BN, MB, SPLIT)
+        acc, last = sum_parts(acc, PART, COUNT, m, T, BN, MB, SPLIT)
     if last == SPLIT - 1:
-        _finished(acc, BIAS, OUT, n, m, T, N, BN, MB, GATED, ADD, BIASED)
-
-
-class Parts:
-    """Parts and counters of the split products of one device; products run one after the other and share it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        self.floats = torch.empty(_PART_FLOATS, dtype=torch.float32, device=device)
-        on_cuda = device.type == "cuda"
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
-
-
-def launch_for(packed: Packed, tokens: int) -> Launch:
-    """The tuned launch for so many tokens."""
-    table = TUNED[packed.kind]
-    return table[next((size for size in table if tokens <= size), max(table))]
-
-
-def split_for(launch: Launch, packed: Packed, tiles: int, floats: int, processors: int) -> tuple[int, int]:
-    """Programs that share a tile of outputs, and blocks of each."""
-    wanted = max(1, round(launch.waves * processors / tiles)) if launch.split == 0 else launch.split
-    wanted = 1 << (min(wanted, 16).bit_length() - 1)  # few values, so few variants are compiled
-    wanted = min(wanted, packed.blocks, max(1, _PART_FLOATS // (tiles * floats)))
-    if tiles > _COUNTERS:
-        wanted = 1
-    per = -(-packed.blocks // wanted)
-    return -(-packed.blocks // per), per
-
-
-def quantized_linear(
-    x_TI: Tensor,
-    packed: Packed,
-    bias_O: Tensor | None,
-    residual_TO: Tensor | None,
-    gated: bool,
-    parts: Parts,
-    launch: Launch | None = None,
-) -> Tensor:
-    """x W^T + b; added to `residual_TO` in place if there is one. x is bfloat16 or float16, contiguous.
-
-    `gated`: the rows of the weight are G, then U, and the result is silu(x G^T) * (x U^T).
-    """
-    tokens, inputs = x_TI.shape
-    outputs = packed.shape[0] // 2 if gated else packed.shape[0]
-    launch = launch or launch_for(packed, tokens)
-    width = min(max(8, triton.next_power_of_2(tokens)), launch.tokens)
-    each = launch.outputs // 2 if gated else launch.outputs
-    tiles_O, tiles_T = triton.cdiv(outputs, each), triton.cdiv(tokens, width)
-    floats = launch.outputs * width
-    split, per = split_for(launch, packed, tiles_O * tiles_T, floats, parts.processors)
-    out_TO = residual_TO
-    if out_TO is None:
-        out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
-    asm = not triton.knobs.runtime.interpret and x_TI.dtype != torch.float32
-    _products[(tiles_O, split, tiles_T)](
-        x_TI, packed.words, packed.scales, packed.words if packed.zeros is None else packed.zeros,
-        x_TI if bias_O is None else bias_O, out_TO, parts.floats, parts.counters, tokens, outputs, inputs,
-        packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
-        launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
-        outputs % each == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
-        bias_O is not None, asm, launch.raw and packed.kind == "int4",
-        "ieee" if x_TI.dtype == torch.float32 else "tf32", early(x_TI), num_warps=launch.warps,
-        num_stages=launch.stages, launch_pdl=early(x_TI),
-    )  # fmt: skip
-    return out_TO
+        finished(acc, BIAS, OUT, n, m, T, N, BN, MB, GATED, ADD, BIASED)
 
 
 @triton.jit
@@ -439,7 +371,7 @@ def _widen(
     zeros = _facts(ZEROS, group, n, ok, rows, blocks, COLUMNS, 1, False) if ZEROED else scales
     for s in tl.static_range(SLICES):
         z = _column(zeros, s // LONG, COLUMNS) if ZEROED else tl.full([BN, 1], IMPLIED, tl.float32)
-        w = _widened(p, z, s, KIND, OUT.dtype.element_ty, ASM, False).to(tl.float32) * _column(
+        w = widened(p, z, s, KIND, OUT.dtype.element_ty, ASM, False).to(tl.float32) * _column(
             scales, s // LONG, COLUMNS
         )
         k = u * BK + s * W + tl.arange(0, W)

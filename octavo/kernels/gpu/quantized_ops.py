@@ -16,7 +16,8 @@ from octavo.kernels import cpu
 from octavo.kernels.cpu import AddFn, LinearFn, Norm
 from octavo.kernels.gpu import norm as norms
 from octavo.kernels.gpu.fp8 import can_multiply, multiply, multiply_then, quantize_tokens
-from octavo.kernels.gpu.quantized import Packed, Parts, can_pack, pack, quantized_linear, widen
+from octavo.kernels.gpu.quantized import Packed, can_pack, pack, widen
+from octavo.kernels.gpu.quantized_linear import Parts, quantized_linear
 from octavo.kernels.gpu.quantized_tuned import MOST_TOKENS
 from octavo.kernels.quant import QuantWeight
 
@@ -32,25 +33,22 @@ class QuantizedOps:
         """y = norm(x) W^T + b."""
         if not can_pack(weight):
             return cpu.linear(weight, bias_O, norm)
-        packed, parts = pack(weight), self._shared_parts()
-
-        def apply(x_TI: Tensor) -> Tensor:
-            if x_TI.shape[0] > MOST_TOKENS[packed.kind]:
-                return _many(packed, x_TI, bias_O, norm)
-            return quantized_linear(_prepared(packed, x_TI, norm), packed, bias_O, None, False, parts)
-
-        return apply
+        return self._normed(weight, bias_O, norm, False)
 
     def gated_linear(self, weight: QuantWeight, bias_O: Tensor | None, norm: Norm | None = None) -> LinearFn:
         """silu(norm(x) G^T) * (norm(x) U^T), where the rows of the weight are G, then U."""
         if not can_pack(weight):
             return cpu.gated_linear(weight, bias_O, norm)
+        return self._normed(weight, bias_O, norm, True)
+
+    def _normed(self, weight: QuantWeight, bias_O: Tensor | None, norm: Norm | None, gated: bool) -> LinearFn:
         packed, parts = pack(weight), self._shared_parts()
+        many = _many_gated if gated else _many
 
         def apply(x_TI: Tensor) -> Tensor:
             if x_TI.shape[0] > MOST_TOKENS[packed.kind]:
-                return _many_gated(packed, x_TI, bias_O, norm)
-            return quantized_linear(_prepared(packed, x_TI, norm), packed, bias_O, None, True, parts)
+                return many(packed, x_TI, bias_O, norm)
+            return quantized_linear(_prepared(packed, x_TI, norm), packed, bias_O, None, gated, parts)
 
         return apply
 

@@ -1,7 +1,7 @@
 """Launches of the products with quantised weights, by kind and by the most tokens they are for; measured on an H200.
 
-`octavo.kernels.gpu.quantized` reads the first row that has room for its tokens; benchmarks/gpu/quantized.py --tune
-finds the values.
+`octavo.kernels.gpu.quantized_linear` reads the first row that has room for its tokens; what
+benchmarks/gpu/quantized.py --tune finds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Launch:
     tokens: int
     """of a tile, at most"""
     warps: int
+    """1: `octavo.kernels.gpu.quantized_few`"""
     stages: int
     waves: float = 3.0
     """programs that a multiprocessor should get"""
@@ -25,6 +26,8 @@ class Launch:
     """4 bits: take zeros off sums instead of off codes"""
     split: int = 0
     """programs that share a tile; 0: what `waves` needs"""
+    ahead: int = 0
+    """of one warp: lines of a row that one request before its turn asks for; 0: none"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
@@ -44,7 +47,6 @@ TUNED: dict[str, dict[int, Launch]] = {
     "fp8": {
         8: Launch(64, 8, 2, 3, 4.0),
         16: Launch(64, 16, 2, 3, 2.0),
-        32: Launch(128, 32, 4, 3, 2.0),
     },
 }
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu.fp8_pool import in_fp8
 from octavo.kernels.gpu.launch import early, in_turn
 
 _MANY = 1024  # tokens from which a program does more
@@ -59,12 +60,6 @@ def turn(X, NORM, ANGLE, h, turned, eps, D: tl.constexpr, BD: tl.constexpr, NORM
     sin = tl.load(ANGLE + half + d % half, mask=d < D, other=0.0).to(tl.float32)
     sin = tl.where(d < half, -sin, sin)
     return own, x * cos[None, :] + y * sin[None, :]
-
-
-@triton.jit
-def in_fp8(x, scale):
-    """x / scale in e4m3, clamped to its range; `scale` fits x."""
-    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit

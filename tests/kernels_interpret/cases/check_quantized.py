@@ -10,8 +10,10 @@ from torch import Tensor
 
 from octavo.kernels import quant, reference
 from octavo.kernels.gpu.fp8 import quantize_tokens, scaled
-from octavo.kernels.gpu.quantized import Parts, can_pack, pack, quantized_linear, widen
-from octavo.kernels.gpu.quantized_tuned import Launch
+from octavo.kernels.gpu.quantized import can_pack, pack, widen
+from octavo.kernels.gpu.quantized_linear import Parts, quantized_linear
+from octavo.kernels.gpu.quantized_ops import QuantizedOps
+from octavo.kernels.gpu.quantized_tuned import MOST_TOKENS, Launch
 from octavo.kernels.quant import QuantWeight
 from tests.kernels_interpret.cases.common import error
 
@@ -66,6 +68,41 @@ def test_product(kind: str, columns: int, zeroed: bool) -> None:
     got = quantized_linear(x, packed, b, None, True, parts, launch)
     assert error(got, reference.silu_and_mul(plain + b)) < 1e-5
     assert not parts.counters.any()
+
+
+@pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
+def test_product_by_single_warps(kind: str, columns: int, zeroed: bool) -> None:
+    """Tiles of 16 and 32 outputs, of 8 and 16 tokens; whole and ragged; zeros off codes and off sums."""
+    odd = FORMS.index((kind, columns, zeroed)) % 2
+    outputs, inputs, tokens = ((64, 256, 3), (80, 384, 9))[odd]
+    torch.manual_seed(6)
+    weight = random_weight(kind, columns, zeroed, outputs, inputs)
+    launch = Launch(32 if odd else 16, 16, 1, 1, split=1 + odd, raw=not odd)
+    packed, parts = pack(weight), Parts(torch.device("cpu"))
+    x, b, r = torch.randn(tokens, inputs), torch.randn(outputs), torch.randn(tokens, outputs)
+    want = quant.linear(x, weight) + b
+    assert error(quantized_linear(x, packed, b, r.clone(), False, parts, launch), want + r) < 2e-5
+    assert error(quantized_linear(x, packed, b, None, True, parts, launch), reference.silu_and_mul(want)) < 2e-5
+    assert not parts.counters.any()
+
+
+def test_functions_of_the_device() -> None:
+    """All that a model calls: norm, gate, residual, order of columns, few tokens and many; also without a kernel."""
+    torch.manual_seed(7)
+    ops = QuantizedOps(torch.device("cpu"))
+    for kind, columns in (("int4", 64), ("int8", 0), ("fp8", 0), ("int4", 16)):
+        weight = random_weight(kind, columns, kind == "int4", 64, 128)
+        order = torch.randperm(128)
+        shuffled = replace(weight, order_I=order.to(torch.int32)) if kind != "fp8" else weight
+        norm, b = (torch.rand(128) + 0.5, 1e-5), torch.randn(64)
+        plain, gated = ops.linear(weight, b, norm), ops.gated_linear(weight, b, norm)
+        adding = ops.linear_add(shuffled, b)
+        for tokens in (1, MOST_TOKENS[weight.kind] + 1):
+            x, r = torch.randn(tokens, 128), torch.randn(tokens, 64)
+            y = quant.linear(reference.rms_norm(x, *norm), weight) + b
+            assert error(plain(x), y) < 2e-5
+            assert error(gated(x), reference.silu_and_mul(y)) < 2e-5
+            assert error(adding(x, r.clone()), quant.linear(x, shuffled) + b + r) < 2e-5
 
 
 @pytest.mark.parametrize(("kind", "columns", "zeroed"), FORMS)
