@@ -306,6 +306,7 @@ def products(
     GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A tile of outputs for a tile of tokens, of blocks per * s to per * (s + 1) of inputs for part s of SPLIT."""
     SLICES: tl.constexpr = 8 if KIND == "int4" else 4
     W: tl.constexpr = BK // SLICES
     r = tl.arange(0, BN)
