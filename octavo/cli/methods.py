@@ -1,8 +1,8 @@
 """The table of `octavo eval perplexity --methods`: one plain model, quantised in several ways, on one text.
 
-Every row runs on the torch path with activations in float32 (the row "bf16" in bfloat16), so that rows differ by what
-is quantised and by nothing else. Checkpoints that need calibration are made in a temporary folder, or given as
-NAME=FOLDER.
+Every row runs on the CPU with activations in float32 (the row "bf16" in bfloat16), so that rows differ by what is
+quantised and by nothing else; those with FP8, which the native engine has not, on the torch path. Checkpoints that
+need calibration are made in a temporary folder, or given as NAME=FOLDER.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
-    "fp8": {"quantization": "fp8"},
-    "fp8-kv": {"kv_cache_dtype": "fp8"},
+    "fp8": {"quantization": "fp8", "device": "torch-cpu"},
+    "fp8-kv": {"kv_cache_dtype": "fp8", "device": "torch-cpu"},
 }
 MADE = ("rtn", "awq", "gptq")
 
@@ -41,20 +41,23 @@ class Row:
 def rows(
     model: str | None, names: Sequence[str], text: str, context: int, stride: int, most: int | None, group: int
 ) -> Iterator[Row]:
-    """The rows in order, float32 first. Raises ConfigError for a name that is not known, before anything runs."""
+    """The rows in order, float32 first. ConfigError, ModelError for what cannot be made, before anything runs."""
     from octavo.cli.eval import evaluate
+    from octavo.cli.quantize import open_plain
     from octavo.engine.llm import LLM
 
     for name in names:
         if name not in (*ONLINE, *MADE) and "=" not in name:
             known = ", ".join((*ONLINE, *MADE))
             raise ConfigError(f"{name!r} is no method.", f"Give some of {known}, or NAME=FOLDER of a checkpoint.")
+        if name in MADE:
+            open_plain(model, name, group)
     base = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys((BASE, *names)):
             label, options = _options(name, model, Path(folder), group)
-            options |= {"device": "torch-cpu", "max_model_len": context + 1, "max_num_seqs": 4}
-            options.setdefault("dtype", "float32")
+            options = {"device": "cpu", "dtype": "float32"} | options
+            options |= {"max_model_len": context + 1, "max_num_seqs": 4}
             size, plain = _layer_bytes(options)
             found = evaluate(LLM(**options), text, context, stride, most).perplexity
             base = base or found

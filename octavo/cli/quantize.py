@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.cli.calibration import pieces
 from octavo.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 _COPIED = ("*.json", "*.model", "*.jinja", "*.txt")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
-# Modules of Python that are read where no calibration text is given: half prose, half code, on every machine.
-_DEFAULT_TEXT = ("argparse", "difflib", "heapq", "textwrap", "statistics", "random", "datetime", "typing", "doctest")
+_REWRITTEN = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPES = ("default", "linear", "llama3")
+TOKENS = 16384
+"""calibration tokens, some for each input of the widest matrix of a small model"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="awq", help="awq, gptq, or rtn (round to nearest, no calibration)")
     parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
     parser.add_argument("--calibration", type=Path, help="UTF-8 text like that the model will see; else Python's own")
-    parser.add_argument("--calibration-tokens", type=int, default=8192, help="tokens of it that are used")
+    parser.add_argument("--calibration-tokens", type=int, default=TOKENS, help="tokens of it that are used")
     parser.add_argument("--context", type=int, default=512, help="tokens that are read together")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
@@ -60,7 +64,7 @@ def quantise_folder(
     method: str,
     group: int,
     calibration: Path | None = None,
-    tokens: int = 8192,
+    tokens: int = TOKENS,
     context: int = 512,
     revision: str | None = None,
     device: str = "auto",
@@ -69,22 +73,16 @@ def quantise_folder(
     import torch
     from tqdm import tqdm
 
-    from octavo.config import engine_config
-    from octavo.engine.build import open_model
     from octavo.runner.build import load_params, pick_device
     from octavo.runner.calibrated import quantise
 
     for name, value, least in (("context", context, 2), ("calibration-tokens", tokens, 1)):
         if value < least:
             raise ConfigError(f"{name} is {value}.", f"Give --{name} of {least} or more.")
-    config, _ = engine_config(model=model, revision=revision)
-    opened = open_model(config)
-    if opened.scheme is not None:
-        cause = f"The model is quantised already ({opened.scheme.line()})."
-        raise ModelError(cause, "Give the one that it was made from.")
+    opened = open_plain(model, method, group, revision)
     tokenizer = _tokenizer(opened)
     context = min(context, opened.spec.max_positions)
-    texts = [] if method == "rtn" else _pieces(tokenizer, calibration, tokens, context)
+    texts = [] if method == "rtn" else pieces(tokenizer, calibration, tokens, context)
     params = load_params(opened.needs, opened.checkpoint, torch.float32, pick_device(device))
 
     def progress(layers: Iterable[int]) -> Iterable[int]:
@@ -92,30 +90,41 @@ def quantise_folder(
         return bar
 
     rounded = quantise(opened.spec, params, texts, method, group, progress)
-    output.mkdir(parents=True, exist_ok=True)
-    return _write(output, opened, tokenizer, params, rounded, method, group)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=output.name, dir=output.parent) as folder:
+        made = Path(folder) / output.name
+        made.mkdir()
+        size = _write(made, opened, tokenizer, params, rounded, method, group)
+        made.replace(output)
+    return size
 
 
-def _pieces(tokenizer: Tokenizer, path: Path | None, tokens: int, context: int) -> list[list[int]]:
-    """The calibration text in pieces of `context` tokens."""
-    try:
-        text = _python_text() if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", "Give a UTF-8 text file.") from None
-    ids = tokenizer.encode(text, parse_special=False)
-    step = max(context, len(ids) // max(tokens // context, 1))  # spread over the whole text
-    found = [ids[at : at + context] for at in range(0, len(ids) - context + 1, step)][: max(tokens // context, 1)]
-    if not found:
-        raise ConfigError(f"The text has {len(ids)} tokens, fewer than --context {context}.", "Give a longer text.")
-    return found
+def open_plain(model: str | None, method: str, group: int, revision: str | None = None) -> OpenedModel:
+    """The model, if it can be quantised so and written; nothing of it is read yet. Raises ConfigError, ModelError."""
+    from octavo.config import engine_config
+    from octavo.engine.build import open_model
+    from octavo.model.spec import weight_needs
+    from octavo.runner.calibrated import check
+    from octavo.runner.memory import LAYER_PRODUCTS
 
-
-def _python_text() -> str:
-    import sysconfig
-
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    texts = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in _DEFAULT_TEXT]
-    return "\n".join(texts)
+    config, _ = engine_config(model=model, revision=revision)
+    opened = open_model(config)
+    if opened.scheme is not None:
+        cause = f"The model is quantised already ({opened.scheme.line()})."
+        raise ModelError(cause, "Give the one that it was made from.")
+    spec = opened.spec
+    check(spec, method, group)
+    if opened.files.kind == "gguf" and spec.architecture not in _REWRITTEN:
+        raise ModelError(f"A {spec.architecture} model in GGUF cannot be rewritten.", "Give its safetensors files.")
+    if opened.files.kind == "gguf" and spec.rope.kind not in _ROPES:
+        cause = f"The positions of the model in GGUF are of the kind {spec.rope.kind!r}, which cannot be rewritten."
+        raise ModelError(cause, "Give its safetensors files.")
+    for need in weight_needs(spec, "hf"):
+        for source in need.sources if need.name.rpartition(".")[2] in LAYER_PRODUCTS else ():
+            if source.shape[0] % 8:
+                cause = f"{source.name} has {source.shape[0]} outputs; AWQ and GPTQ need a multiple of 8."
+                raise ModelError(cause, "Give --quantization int4 when the model is run.")
+    return opened
 
 
 def _tokenizer(opened: OpenedModel) -> Tokenizer:
@@ -145,13 +154,9 @@ def _write(
 
     spec = opened.spec
     if opened.files.kind == "gguf":
-        names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-        if spec.architecture not in names:
-            cause = f"A {spec.architecture} model in GGUF cannot be rewritten."
-            raise ModelError(cause, "Give its safetensors files.")
         found: dict[str, Any] = config_of(spec) | {"model_type": spec.architecture}
-        found |= {"architectures": [names[spec.architecture]], "torch_dtype": _dtype(opened), "hidden_act": "silu"}
-        found |= {"bos_token_id": spec.bos_id, "eos_token_id": list(opened.eos_ids)}
+        found |= {"architectures": [_REWRITTEN[spec.architecture]], "torch_dtype": _dtype(opened)}
+        found |= {"hidden_act": "silu", "bos_token_id": spec.bos_id, "eos_token_id": list(opened.eos_ids)}
         tokenizer.save(output)
     else:
         folder = opened.files.path

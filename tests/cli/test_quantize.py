@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.calibration import pieces
 from octavo.cli.main import main
 from octavo.engine.llm import LLM
+from octavo.text.tokenizer import Tokenizer
 from octavo.types import SamplingParams
-from tests.quantization.writers import byte_model
+from tests.model.test_gguf_families import rival_of, write
+from tests.quantization.writers import awq, byte_model, write_pair
 
 TEXT = "The river rises in the hills north of the town and runs for forty miles, past meadows, to the sea. " * 12
 
@@ -49,6 +52,77 @@ def test_numbers_that_make_no_text(
 ) -> None:
     assert main(["quantize", str(folder), str(tmp_path / "out"), *wish]) == 2
     assert f"{wish[0][2:]} is {wish[1]}" in capsys.readouterr().err
+
+
+def refused(words: list[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `octavo quantize`, which must read no weight and leave nothing."""
+    monkeypatch.setattr("octavo.runner.build.load_params", lambda *_: pytest.fail("weights were read"))
+    before = sorted(out.parent.iterdir())
+    code = main(["quantize", words[0], str(out), *words[1:]])
+    assert sorted(out.parent.iterdir()) == before
+    return code
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (["--method", "best"], "method is 'best'"),
+        (["--group-size", "48"], "Groups of 48"),
+        (["--calibration", "/no/such/file"], "cannot be read"),
+        (["--group-size", "32", "--calibration", __file__, "--context", "100000000"], "tokens, fewer than"),
+    ],
+)
+def test_a_refused_wish_leaves_nothing(
+    wish: list[str],
+    words: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("Short.")
+    wish = [str(path) if word == __file__ else word for word in wish]
+    assert refused([str(folder), *wish], tmp_path / "out", monkeypatch) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_refused_models_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = write_pair(tmp_path / "odd", awq(32), {}, {"intermediate_size": 132}, skip=("proj",))[1]
+    assert refused([str(odd), "--group-size", "32"], tmp_path / "out", monkeypatch) == 2
+    assert "do not divide" in capsys.readouterr().err
+    narrow = {"head_dim": 4, "num_attention_heads": 16, "num_key_value_heads": 1}
+    narrow_model = write_pair(tmp_path / "narrow", awq(32), {}, narrow, skip=("proj",))[1]
+    assert refused([str(narrow_model), "--group-size", "32"], tmp_path / "out", monkeypatch) == 3
+    assert "k_proj.weight has 4 outputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arch", "code", "words"), [("granite", 3, "cannot be rewritten"), ("qwen3moe", 2, "Models with experts")]
+)
+def test_models_in_gguf_that_cannot_become_a_folder(
+    arch: str,
+    code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(tmp_path / "model.gguf", arch, rival_of(arch))
+    assert refused([str(tmp_path / "model.gguf"), "--group-size", "32"], tmp_path / "out", monkeypatch) == code
+    assert words in capsys.readouterr().err
+
+
+def test_the_text_without_a_file(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    found = pieces(tokenizer, None, 640, 64)
+    assert [len(ids) for ids in found] == [64] * 10 and len({tuple(ids) for ids in found}) == 10
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with_chat = pieces(tokenizer, None, 640, 64)
+    assert len(with_chat) == 10 and with_chat[0] == found[0]
+    assert sum("<assistant>" in tokenizer.decode(ids) for ids in with_chat) >= 1
 
 
 def test_table_of_methods(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from octavo.model.decoder import Decoder
 from octavo.quantization import formats, solve
 from octavo.quantization.export import to_awq, to_gptq
 from octavo.runner.build import load_params
-from octavo.runner.calibrated import METHODS, Seen, _fold, quantise
+from octavo.runner.calibrated import METHODS, Seen, Tap, _fold, quantise
 from tests.model.driver import Sequences
 from tests.quantization.test_checkpoints import CPU, PROMPTS, opened
 from tests.quantization.writers import awq, write_pair
@@ -37,8 +37,8 @@ def test_each_method_loses_less_than_rounding() -> None:
     weight_OI, x_TI = matrix_and_inputs()
     moments_II, mean_I = x_TI.T @ x_TI, x_TI.abs().mean(0)
     nearest = lost(weight_OI, solve.nearest(weight_OI, 32).dequantize(), x_TI)
-    clipped = lost(weight_OI, solve.clipped(weight_OI, moments_II.diagonal(), 32).dequantize(), x_TI)
-    scale_I = solve.awq_scales(weight_OI, moments_II, mean_I, 32)
+    clipped = lost(weight_OI, solve.clipped(weight_OI, solve.group_moments(x_TI, 32)).dequantize(), x_TI)
+    scale_I = solve.awq_scales(weight_OI, x_TI, mean_I, 32)
     scaled = lost(weight_OI, solve.nearest(weight_OI * scale_I, 32).dequantize() / scale_I, x_TI)
     gptq = lost(weight_OI, solve.gptq(weight_OI, moments_II, 32, len(x_TI)).dequantize(), x_TI)
     assert gptq < 0.5 * nearest and scaled < 0.7 * nearest and clipped < nearest
@@ -61,6 +61,46 @@ def test_gptq_on_tokens_that_it_has_not_seen() -> None:
         found = solve.gptq(weight_OI, seen_TI.T @ seen_TI, 64, tokens).dequantize()
         nearest = lost(weight_OI, solve.nearest(weight_OI, 64).dequantize(), other_TI)
         assert lost(weight_OI, found, other_TI) < 0.8 * nearest
+
+
+def test_moments_in_blocks() -> None:
+    x_TI = torch.randn(50, 1600, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(solve.second_moments(x_TI), x_TI.T @ x_TI)
+    torch.testing.assert_close(solve.group_moments(x_TI, 32)[3], x_TI[:, 96:128].T @ x_TI[:, 96:128])
+
+
+def test_clipping_knows_that_inputs_go_together() -> None:
+    weight_OI, x_TI = matrix_and_inputs()
+    weight_OI, x_TI = weight_OI.abs(), x_TI + 2  # what is cut off all points the same way, and so do the inputs
+    moments_GSS = solve.group_moments(x_TI[:300], 32)
+    alone_GSS = torch.diag_embed(moments_GSS.diagonal(dim1=1, dim2=2))
+    clipped = [solve.clipped(weight_OI, moments_GSS) for moments_GSS in (moments_GSS, alone_GSS)]
+    found, alone, nearest = (
+        lost(weight_OI, made.dequantize(), x_TI[300:]) for made in (*clipped, solve.nearest(weight_OI, 32))
+    )
+    assert found < 0.9 * alone and found < nearest
+
+
+def test_shared_scales() -> None:
+    weight_OI, x_TI = matrix_and_inputs()
+    scale_I = solve.awq_scales(weight_OI, x_TI, x_TI.abs().mean(0), 32, (2, 4, 16))
+    assert len(scale_I.unique()) > 1
+    first_I, *others = scale_I.view(2, 4, 16).unbind(1)
+    assert all(torch.equal(first_I, other) for other in others)
+
+
+def test_a_visitor_sees_inputs_in_parts_of_the_stream() -> None:
+    g = torch.Generator().manual_seed(4)
+    weight_OI, x_TI, stream_TO = (torch.randn(shape, generator=g) for shape in ((8, 16), (3, 16), (3, 8)))
+    stream_TO[0] *= 1000
+    found: list[torch.Tensor] = []
+    tap = Tap(lambda weight, x: found.append(x))
+    torch.testing.assert_close(
+        tap.ops().linear_add(weight_OI, None)(x_TI, stream_TO), x_TI @ weight_OI.T + stream_TO, atol=0.1, rtol=0.01
+    )
+    torch.testing.assert_close(found[0] * stream_TO.square().mean(-1, keepdim=True).sqrt(), x_TI)
+    tap.ops().linear(weight_OI, None, None)(x_TI)
+    assert torch.equal(found[1], x_TI)
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -102,7 +142,7 @@ def test_folding_scales_changes_nothing(plain: Path) -> None:
         for name in ("qkv", "o", "gate_up", "down"):
             size = weights[name].shape[1]
             x_TI = torch.randn(300, size, generator=g) * torch.rand(size, generator=g) ** 3
-            seen[name] = Seen(x_TI.T @ x_TI, x_TI.abs().sum(0), 300)
+            seen[name] = Seen.of(x_TI, 32)
         copies = {name: x.clone() for name, x in weights.items() if isinstance(x, torch.Tensor)}
         _fold(model.spec, weights, seen, 32)  # type: ignore[arg-type]
         assert sum(not torch.equal(x, copies[name]) for name, x in weights.items()) >= 4
