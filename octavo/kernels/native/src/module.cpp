@@ -71,6 +71,8 @@ PackJob grouped_job(const std::string& stored, int group, int rows, int columns,
         job.groups[matrix == &second] = {a[1].data(), zeros ? a[2].data() : nullptr};
     }
     job.format = native_format(job.stored, zeros);
+    // A scale for each block and no zeros: that is how blocks of these formats lie, whose products are faster then.
+    if (group == kBlock && !zeros) job.format = job.stored == Stored::Int4 ? Format::Q4 : Format::Q8;
     job.rows = rows;
     job.columns = columns;
     job.group = group;
