@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gpu.fp8_pool import in_fp8, scaled_for
+from octavo.kernels.gpu.fp8_pool import as_words, in_fp8, join_pairs, pairs, scaled_for, split_pairs
 from octavo.kernels.gpu.launch import LINE, ask_for, await_turn, early, let_in
 from octavo.kernels.gpu.linear import FEW_TOKENS
 from octavo.kernels.gpu.rope import Turning, turn
@@ -84,7 +84,7 @@ def _decode(
     eps, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
     GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
-    FP8: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_in(EARLY)  # items and tables lie behind a kernel of torch's, the embedding
     head = tl.program_id(0)
@@ -122,8 +122,8 @@ def _decode(
         q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
     if FP8:
         q = scaled_for(q, tl.load(SCALES + head))
-    m, total, acc = _over_keys(
-        q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION
+    m, total, acc = _over_all(
+        q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION, ASM
     )  # fmt: skip
     seen = total > 0.0  # an item behind the window sees nothing
     acc = acc / tl.where(seen, total, 1.0)[:, None] * (tl.load(SCALES + K + head) if FP8 else 1.0)
@@ -141,12 +141,28 @@ def _decode(
 
 
 @triton.jit
+def _over_all(
+    q, KEYS, VALUES, table, lo, hi, head, scale,
+    K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over keys lo..hi - 1: maximum, sum, and the sum of weighted values."""
+    if KEYS.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16:
+        m, total, acc = _over_pairs(q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, ASM)
+    else:
+        m, total, acc = _over_keys(
+            q, KEYS, VALUES, table, lo, hi, head, scale, K, GP, D, BD, S, BN, SOFTCAP, PRECISION
+        )  # fmt: skip
+    return m, total, acc
+
+
+@triton.jit
 def _over_keys(
     q, KEYS, VALUES, table, lo, hi, head, scale,
     K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over keys lo..hi - 1: maximum, sum, and the sum of weighted values."""
+    """`_over_all`, value by value."""
     d = tl.arange(0, BD)
     m = tl.full([GP], _NEG, tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -159,9 +175,8 @@ def _over_keys(
         inside = ok[:, None] & (d < D)[None, :]
         k = tl.load(KEYS + at, mask=inside, other=0.0)
         v = tl.load(VALUES + at, mask=inside, other=0.0)
-        if KEYS.dtype.element_ty == tl.float8e4nv:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, SOFTCAP)
         s = tl.where(ok[None, :], s, _NEG)
         top = tl.maximum(m, tl.max(s, 1))
@@ -171,6 +186,42 @@ def _over_keys(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = top
     return m, total, acc
+
+
+@triton.jit
+def _over_pairs(
+    q, KEYS, VALUES, table, lo, hi, head, scale,
+    K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
+    SOFTCAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`_over_keys` of an FP8 pool, whose bytes are read in pairs; q is float16."""
+    KEYS = as_words(KEYS)
+    VALUES = as_words(VALUES)
+    even, odd = split_pairs(q)
+    d = tl.arange(0, BD // 2)
+    m = tl.full([GP], _NEG, tl.float32)
+    total = tl.zeros([GP, BN], tl.float32)  # a sum for each place of a block, so that threads need not meet
+    acc_even = tl.zeros([GP, BD // 2], tl.float32)
+    acc_odd = tl.zeros([GP, BD // 2], tl.float32)
+    for n0 in range(lo, hi, BN):
+        n = n0 + tl.arange(0, BN)
+        ok = n < hi
+        block = tl.load(table + n // S, mask=ok, other=0).to(tl.int64)
+        at = (((block * K + head) * S + n % S) * (D // 2))[:, None] + d[None, :]
+        inside = ok[:, None] & (d < D // 2)[None, :]
+        k_even, k_odd = pairs(tl.trans(tl.load(KEYS + at, mask=inside, other=0)), ASM)
+        v_even, v_odd = pairs(tl.load(VALUES + at, mask=inside, other=0), ASM)
+        s = capped(tl.dot(odd, k_odd, tl.dot(even, k_even)), scale, SOFTCAP)
+        s = tl.where(ok[None, :], s, _NEG)
+        top = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        shrink = tl.exp2(m - top)
+        total = total * shrink[:, None] + p
+        p = p.to(tl.float16)
+        acc_even = tl.dot(p, v_even, acc_even * shrink[:, None])
+        acc_odd = tl.dot(p, v_odd, acc_odd * shrink[:, None])
+        m = top
+    return m, tl.sum(total, 1), join_pairs(acc_even, acc_odd)
 
 
 @triton.jit
@@ -286,5 +337,6 @@ def decode_attention(
         kv_heads, group, padded, dim, width, block_size, block, softcap, window,
         partials.prefix_splits if prefix else 0, triton.next_power_of_2(group), 16 if lanes <= _FEW else 4, turned,
         turning is not None and turning.norm is not None, precision_of(q_THD), scales_2K is not None,
-        lines if pdl and lanes <= FEW_TOKENS else 0, pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        lines if pdl and lanes <= FEW_TOKENS else 0, not triton.knobs.runtime.interpret, pdl, num_warps=warps,
+        num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
