@@ -53,6 +53,35 @@ def test_a_stream_grows_to_what_generate_returns(llm):
     assert len(seen[-1].outputs[0].logprobs) == 16
 
 
+def test_tokens_without_text(llm):
+    params = {"temperature": 0.7, "seed": 3, "max_tokens": 6}
+    plain, bare = llm.generate(
+        ["Once upon a time,"] * 2, [SamplingParams(**params), SamplingParams(**params, detokenize=False)]
+    )
+    assert bare.outputs[0].token_ids == plain.outputs[0].token_ids and len(bare.outputs[0].token_ids) == 6
+    assert plain.outputs[0].text and not bare.outputs[0].text
+    times = bare.metrics
+    assert times.arrival_time <= times.first_token_time < times.last_token_time <= times.finished_time
+    assert times.num_generation_tokens == 6
+
+
+def test_prompts_that_are_cached_come_in_faster(llm, monkeypatch):
+    head = llm.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 20)[:192]
+    budget = llm.engine.facts.max_num_batched_tokens
+    prompts = [[*head, i] for i in range(4 * budget // len(head))]
+    known = []
+    step = llm.engine.loop.step
+
+    def counted():
+        known.append(len(llm.engine.scheduler.state.requests))
+        return step()
+
+    monkeypatch.setattr(llm.engine.loop, "step", counted)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert known[0] == -(-budget // len(prompts[0])), "one step's worth, while nothing is cached"
+    assert known[1] >= len(prompts) - 1, "what is cached costs no room"
+
+
 def test_leaving_a_stream_aborts_it(llm):
     for _ in llm.stream("Once upon a time,", SamplingParams(max_tokens=200, ignore_eos=True)):
         break
