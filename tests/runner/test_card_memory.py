@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.bench.shapes import SHAPES
 from octavo.config import GIB, EngineConfig, ModelConfig, ModelFacts
 from octavo.errors import ConfigError
-from octavo.runner.memory import CardMemory
+from octavo.model.families import spec_from_config
+from octavo.runner.memory import CardMemory, model_facts
 
 
 def test_refusal_names_need_have_and_ranked_fixes() -> None:
@@ -19,3 +21,15 @@ def test_refusal_names_need_have_and_ranked_fixes() -> None:
     effects = [float(part.split(" GiB")[0]) for part in fixes.split("(")[1:]]
     assert len(effects) >= 3 and effects == sorted(effects, reverse=True)
     assert "--quantization fp8" in fixes and "--max-model-len" in fixes
+
+
+def test_of_experts_only_the_chosen_are_met() -> None:
+    """The cost of a token, by hand: of eight experts of each layer it meets two."""
+    dense = SHAPES["tiny"] | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    mixed = dense | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | experts
+    plain, chosen = spec_from_config(dense, None), spec_from_config(mixed, None)
+    assert model_facts(plain, "bfloat16").parameters == plain.parameters
+    assert chosen.parameters - model_facts(chosen, "bfloat16").parameters == 2 * (8 - 2) * 3 * 64 * 256
+    wide, narrow = (model_facts(plain, "bfloat16", kv).kv_bytes_per_token for kv in ("", "fp8"))
+    assert wide == 2 * narrow

@@ -96,11 +96,10 @@ def _inputs(X, m, k, T, KI, H: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _ask_for_words(WORDS, lo, hi, n, rows, width, W: tl.constexpr, KIND: tl.constexpr, LINES: tl.constexpr):
-    """Blocks lo to hi - 1 of rows n, LINES of a row at a time."""
-    line = tl.arange(0, LINES) * 32 // W
-    for a in range(lo, hi, LINES * 32 // W):
-        v = tl.minimum(a + line, hi - 1)[None, :]
+def _ask_for_words(WORDS, lo, hi, n, rows, width, W: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """Blocks lo to hi - 1 of rows n, AHEAD at a time; no block of a row is longer than a line of the cache."""
+    for a in range(lo, hi, AHEAD):
+        v = tl.minimum(a + tl.arange(0, AHEAD), hi - 1)[None, :]
         if KIND == "int4":
             at = (v * rows + n[:, None]).to(tl.int64) * W
         else:
@@ -155,9 +154,10 @@ def few_products(
     KIND: tl.constexpr, IMPLIED: tl.constexpr, MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NG: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, ZEROED: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RAW: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `octavo.kernels.gpu.quantized.products`; AHEAD: lines of a row that one request asks for, 0 for none."""
+    """As `octavo.kernels.gpu.quantized.products`. DEPTH: blocks in registers before they are multiplied, 1 or 2;
+    AHEAD: blocks that are asked for at a time before the program's turn, or 0."""
     SLICES: tl.constexpr = 8 if KIND == "int4" else 4
     H: tl.constexpr = BK // SLICES // 16
     GROUPS: tl.constexpr = NG if NG > 0 else 1
@@ -175,8 +175,9 @@ def few_products(
     lo = tl.program_id(1) * per
     hi = tl.minimum(lo + per, blocks)
     p = _words(WORDS, lo, n, ok, rows, width, H, KIND, EVEN)
+    p2 = _words(WORDS, tl.minimum(lo + 1, hi - 1), n, ok, rows, width, H, KIND, EVEN) if DEPTH > 1 else p
     if AHEAD > 0 and EARLY and EVEN:
-        _ask_for_words(WORDS, lo + 1, hi, n, rows, width, 16 * H, KIND, AHEAD)
+        _ask_for_words(WORDS, lo + DEPTH, hi, n, rows, width, 16 * H, KIND, AHEAD)
     first = lo if NG > 0 else 0
     scales = _facts(SCALES, first, n, ok, rows, blocks, GROUPS, ROWS, EVEN)
     zeros = _facts(ZEROS, first, n, ok, rows, blocks, GROUPS, 1, EVEN) if ZEROED else scales
@@ -186,9 +187,12 @@ def few_products(
         words = _in_order(p)
         scales_now = scales
         zeros_now = zeros
-        v = tl.minimum(u + 1, hi - 1)
-        p = _words(WORDS, v, n, ok, rows, width, H, KIND, EVEN)
+        p = p2
+        p2 = _words(WORDS, tl.minimum(u + DEPTH, hi - 1), n, ok, rows, width, H, KIND, EVEN)
+        if DEPTH == 1:
+            p = p2
         if NG > 0:
+            v = tl.minimum(u + 1, hi - 1)
             scales = _facts(SCALES, v, n, ok, rows, blocks, NG, ROWS, EVEN)
             zeros = _facts(ZEROS, v, n, ok, rows, blocks, NG, 1, EVEN) if ZEROED else zeros
         acc = _multiply(

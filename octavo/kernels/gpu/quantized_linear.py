@@ -80,9 +80,11 @@ def quantized_linear(
         bias_O is not None, asm, launch.raw and packed.kind == "int4",
         "ieee" if x_TI.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": early(x_TI)}
+    grid, pdl = (tiles_O, split, tiles_T), early(x_TI)
     if launch.warps == 1:
-        few_products[(tiles_O, split, tiles_T)](*arguments, launch.ahead, early(x_TI), **options)
+        few_products[grid](
+            *arguments, launch.stages, launch.ahead, pdl, num_warps=1, num_stages=1, launch_pdl=pdl
+        )  # fmt: skip
     else:
-        products[(tiles_O, split, tiles_T)](*arguments, early(x_TI), **options)
+        products[grid](*arguments, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl)
     return out_TO

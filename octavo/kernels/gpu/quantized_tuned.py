@@ -20,6 +20,7 @@ class Launch:
     warps: int
     """1: `octavo.kernels.gpu.quantized_few`"""
     stages: int
+    """of one warp: blocks of words in registers, beside those that are multiplied"""
     waves: float = 3.0
     """programs that a multiprocessor should get"""
     raw: bool = False
@@ -27,7 +28,7 @@ class Launch:
     split: int = 0
     """programs that share a tile; 0: what `waves` needs"""
     ahead: int = 0
-    """of one warp: lines of a row that one request before its turn asks for; 0: none"""
+    """of one warp: blocks of inputs that it asks for at a time before its turn; 0: none"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
