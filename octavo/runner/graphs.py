@@ -58,3 +58,5 @@ class Graphs:
     def clear(self) -> None:
         """Forget all graphs and give their memory back."""
         self._graphs.clear()
+        if self.enabled:  # a pool that nobody holds any more cannot be taken up again
+            self._pool = torch.cuda.graph_pool_handle()
