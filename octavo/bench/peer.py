@@ -19,6 +19,7 @@ from octavo.config import engine_config
 from octavo.engine.build import open_model, run_dtype
 from octavo.errors import ConfigError
 from octavo.kernels.quant import Weight, dense
+from octavo.model.families.common import config_of
 from octavo.model.spec import ModelSpec, weight_needs
 from octavo.runner.build import load_params, torch_dtype
 
@@ -56,34 +57,6 @@ def as_transformers(spec: ModelSpec, params: dict[str, Weight], dtype: torch.dty
     model.tie_weights()
     model.generation_config.eos_token_id = None
     return model
-
-
-def config_of(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json fields of a Llama-like spec."""
-    first = spec.layers[0]
-    rope: dict[str, Any] = {"rope_type": spec.rope.kind, "rope_theta": spec.rope.theta}
-    if spec.rope.kind != "default":
-        rope["factor"] = spec.rope.factor
-    if spec.rope.kind == "llama3":
-        rope |= {
-            "low_freq_factor": spec.rope.low_freq_factor,
-            "high_freq_factor": spec.rope.high_freq_factor,
-            "original_max_position_embeddings": spec.rope.original_positions,
-        }
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": first.mlp_size,
-        "num_hidden_layers": len(spec.layers),
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_positions,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_parameters": rope,
-        "tie_word_embeddings": spec.tied_head,
-        "attention_bias": first.qkv_bias,
-    }
 
 
 @torch.inference_mode()

@@ -73,6 +73,7 @@ def quantise_folder(
     import torch
     from tqdm import tqdm
 
+    from octavo.engine.build import tokenizer_of
     from octavo.runner.build import load_params, pick_device
     from octavo.runner.calibrated import quantise
 
@@ -80,7 +81,7 @@ def quantise_folder(
         if value < least:
             raise ConfigError(f"{name} is {value}.", f"Give --{name} of {least} or more.")
     opened = open_plain(model, method, group, revision)
-    tokenizer = _tokenizer(opened)
+    tokenizer = tokenizer_of(opened)
     context = min(context, opened.spec.max_positions)
     texts = [] if method == "rtn" else pieces(tokenizer, calibration, tokens, context)
     params = load_params(opened.needs, opened.checkpoint, torch.float32, pick_device(device))
@@ -127,15 +128,6 @@ def open_plain(model: str | None, method: str, group: int, revision: str | None 
     return opened
 
 
-def _tokenizer(opened: OpenedModel) -> Tokenizer:
-    from octavo.text.tokenizer import Tokenizer
-    from octavo.weights.gguf import GgufCheckpoint
-
-    if isinstance(opened.checkpoint, GgufCheckpoint):
-        return Tokenizer.from_gguf(opened.checkpoint.metadata)
-    return Tokenizer.from_folder(opened.files.path)
-
-
 def _write(
     output: Path,
     opened: OpenedModel,
@@ -147,8 +139,8 @@ def _write(
 ) -> int:
     import shutil
 
-    from octavo.bench.peer import config_of
     from octavo.files import read_json
+    from octavo.model.families.common import config_of
     from octavo.quantization.export import awq_config, gptq_config
     from octavo.weights.write import write_safetensors
 

@@ -172,6 +172,34 @@ def llama_like(
     )
 
 
+def config_of(spec: ModelSpec) -> dict[str, Any]:
+    """The config.json fields of what `llama_like` reads."""
+    first = spec.layers[0]
+    rope: dict[str, Any] = {"rope_type": spec.rope.kind, "rope_theta": spec.rope.theta}
+    if spec.rope.kind != "default":
+        rope["factor"] = spec.rope.factor
+    if spec.rope.kind == "llama3":
+        rope |= {
+            "low_freq_factor": spec.rope.low_freq_factor,
+            "high_freq_factor": spec.rope.high_freq_factor,
+            "original_max_position_embeddings": spec.rope.original_positions,
+        }
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": first.mlp_size,
+        "num_hidden_layers": len(spec.layers),
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": spec.tied_head,
+        "attention_bias": first.qkv_bias,
+    }
+
+
 def silu_only(config: Mapping[str, Any]) -> None:
     """Refuse an activation other than SiLU."""
     refuse(config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')!r}")
