@@ -1,10 +1,13 @@
 """Where the time of one decode step goes: wall, host and each kernel, for a shape and some batch sizes.
 
     python benchmarks/gpu/steps.py SHAPE BATCHES OUT.json [context] [--host] [--late] [--library]
+    python benchmarks/gpu/steps.py SHAPE W1 OUT.json [repetition]
 
 Wall: mean of 100 engine steps with all rows decoding. Host: CPU time of plan, launch and commit in them, without
 waiting. Kernels: device time a step from torch's profiler over 5 steps, summed by kernel name. `--late`: no kernel is
 launched early. `--library`: the vendor's products only. `--host`: Python's profiler over 50 steps, too.
+In place of batch sizes, a workload of `octavo bench gpu` other than W2: device time of all its steps and the gaps
+before them, summed by kind (all rows decode; some do; none does) and number of rows, by events around each launch.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import torch
 from octavo.bench import gpu
 from octavo.kernels.gpu import linear
 from octavo.kernels.gpu.launch import ALLOWED
+from octavo.scheduler.plan import PlanView
+
+ROWS = (0, 1, 8, 16, 32, 64, 128, 192, 256, 1 << 30)  # upper ends of the classes of rows
 
 
 def settle(llm: Any, batch: int, context: int) -> list[int]:
@@ -105,6 +111,43 @@ def floor(llm: Any) -> float:
     return 1e3 * (llm.engine.loop.runner.memory["weights"] + keys) / 4.3e12
 
 
+def by_kind(llm: Any, name: str, repetition: int) -> dict[str, Any]:
+    """A workload's seconds, and (steps, tokens, device ms, ms of gaps before them, steps without a graph) by kind."""
+    runner, found = llm.engine.loop.runner, []
+    launch, exact = runner.launch, runner._run_exact
+
+    def launched(words: Any) -> Any:
+        view, events = PlanView(words), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        kind = "decode" if view.decode_rows == view.rows else "mixed" if view.decode_rows else "prefill"
+        rows = next(i for i, most in enumerate(ROWS) if view.rows <= most)
+        found.append([f"{kind} of {ROWS[rows - 1] + 1}..{ROWS[rows]} rows", view.total_tokens, *events, 0])
+        events[0].record()
+        ticket = launch(words)
+        events[1].record()
+        return ticket
+
+    def run_exact(*args: Any) -> Any:
+        found[-1][4] = 1
+        return exact(*args)
+
+    runner.launch, runner._run_exact = launched, run_exact
+    seconds = gpu.generate(llm, gpu.requests_of(name, repetition))
+    torch.cuda.synchronize()
+    runner.launch, runner._run_exact = launch, exact
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0, 0])
+    for i, (kind, tokens, begin, end, one_by_one) in enumerate(found):
+        gap = found[i - 1][3].elapsed_time(begin) if i else 0.0
+        for at, value in enumerate((1, tokens, begin.elapsed_time(end), gap, one_by_one)):
+            kinds[kind][at] += value
+    print(f"{name}: {seconds:.3f} s, {sum(k[2] for k in kinds.values()) / 1e3:.3f} s of it on the device")
+    for kind, (steps, tokens, device, gaps, exact_steps) in sorted(kinds.items()):
+        print(
+            f"  {kind:30} {steps:5.0f} steps ({exact_steps} without graph) {tokens:8.0f} tokens {device:9.1f} ms"
+            f" ({device / steps:8.3f} a step), gaps {gaps:7.1f} ms ({1e3 * gaps / steps:6.1f} us)"
+        )
+    return {"seconds": seconds, "kinds": kinds}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
@@ -116,7 +159,10 @@ def main() -> None:
     gpu.warm_up(llm)
     print(llm.engine.loop.runner.timeline)
     out: dict[str, Any] = {}
-    for batch in (int(size) for size in sys.argv[2].split(",")):
+    workload = sys.argv[2].startswith("W")
+    if workload:
+        out = by_kind(llm, sys.argv[2], int(sys.argv[4]) if len(sys.argv) > 4 else 0)
+    for batch in () if workload else [int(size) for size in sys.argv[2].split(",")]:
         numbers = settle(llm, batch, int(sys.argv[4]) if len(sys.argv) > 4 and sys.argv[4].isdigit() else 1024)
         wall, host = host_times(llm, 100)
         limit = floor(llm)
