@@ -72,7 +72,7 @@ class Step:
         words = draft.encode(tuple(columns), decodes)
         count, tokens = len(rows), sum(n for _, n in rows)
         tiles = sum(-(-n // self.cut.tile) for _, n in rows if n > 1)
-        items = self.cut.items + count
+        items = self.cut.workers + count
         self.step = StepTables(count, tokens, items, tiles, shape.kv_heads, DEVICE)
         self.tables = torch.zeros((count + 1, max(needs)), dtype=torch.int32, device=DEVICE)
         params = torch.zeros((count + 1, PARAM_WORDS), dtype=torch.int32, device=DEVICE)
@@ -87,7 +87,7 @@ class Step:
         self.pool.data.normal_()
         self.q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=DEVICE)
         partials = partials_for(shape, items, count, DEVICE)
-        self.sizes = Sizes(tokens, count, items if decodes else 0, tiles, shared > 0)
+        self.sizes = Sizes(tokens, count, self.cut if decodes else None, tiles, shared > 0)
         self.plan = TritonPlan(self.sizes, self.step, self.tables, self.step.slots_T, partials)
         self.own: tuple[torch.Tensor, torch.Tensor] | None = None
         if tiles:
@@ -130,21 +130,23 @@ def bench_decode(tune: bool) -> None:
         ("8 x 1024, 16/8", 16, 8, [(1024, 1)] * 8), ("1 x 1024, 16/8", 16, 8, [(1024, 1)]),
         ("1 x 8192, 32/8", 32, 8, [(8192, 1)]), ("256 x 1024, 40/40", 40, 40, [(1024, 1)] * 256),
     ]  # fmt: skip
-    for name, heads, kv_heads, rows in [cases[i] for i in (0, 3, 5, 7)] if tune else cases:
+    for name, heads, kv_heads, rows in [cases[i] for i in (0, 2, 3, 5, 6, 7, 8)] if tune else cases:
         shape = AttentionShape(heads, kv_heads, 128, 128**-0.5)
         nbytes = sum(s + n for s, n in rows) * kv_heads * 128 * 2 * 2
+        base = cut_for(shape, torch.bfloat16, len(rows), 132)
+        few, tried = base.workers, [(base.workers, base.alone)]
+        if tune:
+            tried = [(n, alone) for n in sorted({few // 2, few, 2 * few, len(rows)}) for alone in (False, True)]
         for block_size in (16,) if tune else (16, 64):
             results = []
-            for factor in (1, 2, 4) if tune else (0,):
-                base = cut_for(shape, torch.bfloat16, len(rows), 132)
-                items = base.items if not tune else max(132 * 3 // kv_heads * factor // 2, len(rows) * factor)
-                step = Step(shape, rows, block_size, cut=Cut(items, 64, 64, base.tile))
-                choices = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 4), (32, 4, 5), (64, 2, 4)]
+            for workers, alone in tried:
+                step = Step(shape, rows, block_size, cut=Cut(workers, 64, base.tile, alone))
+                choices = [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 5), (64, 2, 4), (64, 2, 3)]
                 seconds, choice = best(decode.TUNED, choices, lambda step=step: timed(step.run), tune)
-                results.append((seconds, choice, items))
+                results.append((seconds, choice, (workers, alone)))
                 del step
-            seconds, choice, items = min(results)
-            report(f"decode {name}, blocks of {block_size}", seconds, nbytes, note=f"{choice} items {items}")
+            seconds, choice, workers = min(results)
+            report(f"decode {name}, blocks of {block_size}", seconds, nbytes, note=f"{choice} workers {workers}")
             if tune:
                 print("   ", [(round(s * 1e6, 1), c, i) for s, c, i in results])
 

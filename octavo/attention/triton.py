@@ -19,19 +19,27 @@ from octavo.kernels import reference
 from octavo.kernels.gpu.decode import Partials, decode_attention
 from octavo.kernels.gpu.prefill import can_read_own, prefill_attention, prefix_attention, tile_tokens
 from octavo.kernels.gpu.rope import Turning, norm_rotate_write
-from octavo.kernels.gpu.step import META_WORDS, Cut, StepTables
+from octavo.kernels.gpu.step import C_TOKENS, Cut, StepTables
 
-KEY_BLOCK = 64  # decode items hold a multiple of so many keys
-WAVES = 3  # decode programs that one multiprocessor should get at least
-MANY_ROWS = 64  # decode rows from which most rows are one item; fewer are cut in two
+KEY_BLOCK = 64  # keys of decode rows are shared out in blocks of so many
+PROGRAMS = 4  # decode programs that one multiprocessor has at a time
+MANY_ROWS = 64  # decode rows from which most are one item where programs do not loop
 PREFIX_SPLITS = 4
 
 
-def cut_for(shape: AttentionShape, dtype: torch.dtype, lanes: int, processors: int) -> Cut:
-    """How to cut the attention work of `lanes` rows for a device with so many multiprocessors."""
-    items = max(-(-processors * WAVES // shape.kv_heads), lanes if lanes >= MANY_ROWS else 2 * lanes)
+def cut_for(shape: AttentionShape, dtype: torch.dtype, lanes: int, processors: int, fp8: bool = False) -> Cut:
+    """How to cut the attention work of `lanes` rows for a device with so many multiprocessors.
+
+    Rows are shared out evenly where there are about as many as programs at a time: with fewer, they are easily cut
+    evenly by themselves, and many more even out while they run. `fp8`: the pool is in FP8.
+    """
     tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
-    return Cut(items, KEY_BLOCK, KEY_BLOCK, tile)
+    workers = max(1, processors * PROGRAMS // shape.kv_heads)  # all of them at a time
+    plain = dtype != torch.float32 and shape.head_dim <= 128 and not fp8
+    if plain and workers < 2 * lanes and lanes <= 3 * workers:
+        return Cut(workers, KEY_BLOCK, tile, alone=False)
+    many = lanes > workers if plain else lanes >= MANY_ROWS
+    return Cut(max(workers, lanes if many else 2 * lanes), KEY_BLOCK, tile, alone=True)
 
 
 def partials_for(shape: AttentionShape, items: int, rows: int, device: torch.device) -> Partials:
@@ -46,12 +54,12 @@ def scales(pool: KVPool, layer: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one launch is made for: `tokens`, `lanes` rows, `items` decode items (0: no decode rows), `tiles` query
-    tiles (0: no host-fed rows), and whether the decode rows share a prefix."""
+    """What one launch is made for: `tokens`, `lanes` rows, the `cut` of decode rows (None: there are none), `tiles`
+    query tiles (0: no host-fed rows), and whether the decode rows share a prefix."""
 
     tokens: int
     lanes: int
-    items: int
+    cut: Cut | None
     tiles: int
     prefix: bool = False
 
@@ -97,14 +105,13 @@ class TritonAttention:
         place_Q = torch.arange(len(lane_Q), device=device) - (tiles_R.cumsum(0) - tiles_R)[lane_Q]
         step = StepTables(rows, 1, 1, len(lane_Q), self.shape.kv_heads, device)
         step.tiles_2Q.copy_(torch.stack((lane_Q, place_Q * tile)))
-        counts = torch.tensor([rows, tokens, 0, 0, 0, len(lane_Q), 0, 0], dtype=torch.int32)
-        step.meta.copy_(counts[:META_WORDS])
+        step.meta.copy_(torch.tensor([rows, tokens, 0, 0, 0, len(lane_Q), 0, 0, 0], dtype=torch.int32))
         step.rows_CR[0] = torch.arange(rows, device=device)
         step.rows_CR[1] = batch.kv_lens_R
         step.rows_CR[2] = batch.starts_R1[:-1]
-        step.rows_CR[10] = lengths_R
+        step.rows_CR[C_TOKENS.value] = lengths_R
         tables_RM = batch.tables_RM.to(torch.int32).contiguous()
-        return TritonPlan(Sizes(tokens, rows, 0, len(lane_Q)), step, tables_RM, batch.slots_T)
+        return TritonPlan(Sizes(tokens, rows, None, len(lane_Q)), step, tables_RM, batch.slots_T)
 
     def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, pool: KVPool, plan: TritonPlan) -> Tensor:
         """Write k and v, attend; o_THD."""
@@ -143,7 +150,7 @@ class TritonAttention:
         shape, sizes, step = self.shape, plan.sizes, plan.step
         keys, values, scales_2K = pool.keys[layer], pool.values[layer], scales(pool, layer)
         o_THD = torch.empty((len(q_THD), shape.heads, shape.head_dim), dtype=q_THD.dtype, device=q_THD.device)
-        if sizes.items and plan.partials is not None:
+        if sizes.cut is not None and plan.partials is not None:
             if sizes.prefix:
                 prefix_attention(
                     q_THD, keys, values, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap, sizes.lanes,
@@ -151,7 +158,7 @@ class TritonAttention:
                 )  # fmt: skip
             decode_attention(
                 q_THD, keys, values, o_THD, plan.tables_SM, step, plan.partials, shape.scale, shape.softcap,
-                shape.window, sizes.lanes, sizes.items, sizes.prefix, turning, scales_2K,
+                shape.window, sizes.lanes, sizes.cut, sizes.prefix, turning, scales_2K,
             )  # fmt: skip
         if sizes.tiles:
             prefill_attention(

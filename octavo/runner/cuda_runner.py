@@ -173,9 +173,9 @@ class CudaRunner:
         self._token_sizes = token_sizes(max_tokens)
         on_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
-        cut = self._cut(rows)
-        items, self._tile = cut.items + rows, cut.tile
-        tiles = max_tokens // cut.tile + rows + 1
+        items = max(self._cut(lanes).workers + lanes for lanes in range(1, rows + 1))
+        self._tile = self._cut(1).tile
+        tiles = max_tokens // self._tile + rows + 1
         self.step = StepTables(rows, max_tokens, items, tiles, self._shape.kv_heads, device)
         self._partials = partials_for(self._shape, items, rows, device)
         self._ropes = {window: decoder.rope_table(max_len, window) for window in self._backends}
@@ -213,7 +213,7 @@ class CudaRunner:
         self._send_nothing()
         layers = self.decoder.unlike
         rows, largest = self._decode_sizes[-1], self.max_tokens // self._tile + self.max_rows
-        self.run_body(Sizes(self.max_tokens, rows, self._cut(rows).items + rows, largest), layers=layers)
+        self.run_body(Sizes(self.max_tokens, rows, self._cut(rows), largest), layers=layers)
         for size in self._decode_sizes:
             self.run_body(self._decode_launch(size, False), layers=layers)
         prefixes = (False,) if any(self._windows) else (False, True)
@@ -243,7 +243,7 @@ class CudaRunner:
         self._send(draft.encode((zeros, zeros, lengths, zeros + SAMPLE), 0), 0, self._buffers[0])
         tiles = int((-(-lengths // self._tile)).sum())
         prefix = not any(self._windows)
-        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows).items + rows, tiles, prefix))
+        self.run_body(Sizes(int(lengths.sum()), rows, self._cut(rows), tiles, prefix))
         self.run_sample(self._picked_RI[: self._decode_sizes[-1]], True)
 
     @torch.inference_mode()
@@ -369,7 +369,8 @@ class CudaRunner:
         return keys if keys * (rows - 1) >= PREFIX_KEYS else 0
 
     def _cut(self, lanes: int) -> Cut:
-        return cut_for(self._shape, self.decoder.dtype, lanes, self._processors)
+        fp8 = self.decoder.kv_scales_L2K is not None
+        return cut_for(self._shape, self.decoder.dtype, lanes, self._processors, fp8)
 
     def _body(self, view: PlanView, prefix: int) -> None:
         """Graph B, or its kernels one by one."""
@@ -397,8 +398,8 @@ class CudaRunner:
         """Graph B's kernels one by one, for exactly this plan; the stream of all its tokens."""
         decodes = _decoding(view)
         tiles = int((-(-view.length[decodes:] // self._tile)).sum())
-        items = self._cut(decodes).items + decodes if decodes else 0
-        return self.run_body(Sizes(view.total_tokens, view.rows, items, tiles, prefix > 0))
+        cut = self._cut(view.rows) if decodes else None
+        return self.run_body(Sizes(view.total_tokens, view.rows, cut, tiles, prefix > 0))
 
     def _decode_size(self, rows: int, prefix: bool, filters: bool) -> int:
         """The graph size that serves `rows` rows; with a prefix rather a larger one than one yet to be made."""
@@ -409,7 +410,7 @@ class CudaRunner:
         return next(made, fitting[0])
 
     def _decode_launch(self, size: int, prefix: bool) -> Sizes:
-        return Sizes(size, size, self._cut(size).items + size, 0, prefix)
+        return Sizes(size, size, self._cut(size), 0, prefix)
 
     def _decode_graph(self, size: int, prefix: bool, filters: bool) -> _Graph:
         """B and S of `size` decode rows, all of which sample: token i of the step is sample i."""
@@ -428,7 +429,7 @@ class CudaRunner:
     def mixed_launch(self, size: int, prefix: bool) -> Sizes:
         """What graph B of a mixed step of `size` tokens is launched for: all rows may decode, or be short chunks."""
         lanes = min(size, self.max_rows)
-        return Sizes(size, lanes, self._cut(lanes).items + lanes, size // self._tile + min(lanes, 64), prefix)
+        return Sizes(size, lanes, self._cut(lanes), size // self._tile + min(lanes, 64), prefix)
 
     def run_body(self, sizes: Sizes, pick: bool = True, layers: list[int] | None = None) -> Tensor:
         """Everything from the plan's words on the device to the stream of all tokens, which it returns.
@@ -437,7 +438,7 @@ class CudaRunner:
         """
         step, rows = self.step, self.rows
         begin(
-            self._words, step, rows.tables_SM, rows.params_SP, rows.last_token_S, self._cut(sizes.lanes),
+            self._words, step, rows.tables_SM, rows.params_SP, rows.last_token_S, sizes.cut or self._cut(1),
             self.block_size, sizes.lanes, sizes.tokens,
         )  # fmt: skip
         plan = TritonPlan(sizes, step, rows.tables_SM, step.slots_T[: sizes.tokens], self._partials)

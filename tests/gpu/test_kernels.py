@@ -37,7 +37,7 @@ def attend(cases, shape: AttentionShape, dtype: torch.dtype, decodes, chunks, bl
     partials.o_UHD.fill_(float("nan"))
     partials.lse_UH.fill_(float("nan"))
     tiles = sum(-(-n // cut.tile) for _, n in chunks)
-    sizes = Sizes(len(q), lanes, items if decodes else 0, tiles, shared > 0)
+    sizes = Sizes(len(q), lanes, cut if decodes else None, tiles, shared > 0)
     torch.full_like(q, float("nan"))  # what the output is likely to be allocated over
     got = backend._attend(0, q, pool, TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T, partials))
     keys = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
@@ -86,7 +86,7 @@ def test_keys_of_the_step_itself(cases, heads: int, kv_heads: int, dim: int, dty
         case.lengths, [s + n for s, n in zip(case.starts, case.lengths, strict=True)], shape.scale,
     )[0]  # fmt: skip
     partials = partials_for(shape, len(case.step.items_I8), rows, torch.device("cuda"))
-    sizes = Sizes(tokens, rows, len(case.step.items_I8), case.step.tiles_2Q.shape[1])
+    sizes = Sizes(tokens, rows, cut, case.step.tiles_2Q.shape[1])
     plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T, partials)
     qk, qkv = (torch.cat((x, torch.full_like(x[:40], float("nan")))) for x in (qk, qkv))  # of another row
     got = TritonAttention(shape, dtype)._attend(0, qk[:, :heads], pool, plan, (qk, qkv))[:tokens]
@@ -99,23 +99,26 @@ def test_elementwise(cases, size: int, dtype: torch.dtype) -> None:
     from octavo.kernels.gpu import norm
 
     x = torch.randn(333, size, device="cuda", dtype=dtype)
-    w = torch.randn(size, device="cuda", dtype=dtype)
-    assert cases.error(norm.rms_norm(x, w, 1e-5), reference.rms_norm(x.double(), w.double(), 1e-5)) < LIMITS[dtype]
+    for kept in (dtype, torch.float32):  # some models keep their norms wide
+        w = torch.randn(size, device="cuda", dtype=kept)
+        want = reference.rms_norm(x.double(), w.double(), 1e-5)
+        assert cases.error(norm.rms_norm(x, w, 1e-5), want) < LIMITS[dtype]
     gate_up = torch.randn(77, 2 * size, device="cuda", dtype=dtype)
     assert cases.error(norm.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.double())) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
+@pytest.mark.parametrize("normed", ["", "norm", "wide norm"])
+def test_rope(cases, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: str) -> None:
     from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 
     tokens = 301
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
     angles = torch.rand(500, dim // 2, device="cuda") * 6
     rope = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
-    norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(dtype), 1e-6) if normed else None
+    kept = dtype if normed == "norm" else torch.float32
+    norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(kept), 1e-6) if normed else None
     positions = torch.randint(0, 500, (tokens,), device="cuda", dtype=torch.int32)
     slots = torch.randperm(20 * 16, device="cuda")[:tokens].to(torch.int32)
     pools = [torch.full((20, kv_heads, 16, dim), 7.0, device="cuda", dtype=dtype) for _ in range(2)]
@@ -165,12 +168,13 @@ def test_decode_that_turns_and_writes_itself(cases, heads: int, kv_heads: int, d
         want.data.copy_(pool.data)
         qkv = torch.randn(len(rows), heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
         angles = torch.rand(1024, dim // 2, device="cuda") * 6
-        norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(dtype), 1e-6) if kv_heads > 2 else None
+        kept = torch.float32 if heads == 16 else dtype
+        norm = (torch.rand(heads + kv_heads, dim, device="cuda").to(kept), 1e-6) if kv_heads > 2 else None
         turning = Turning(norm, torch.cat((angles.cos(), angles.sin()), 1).to(dtype))
         step = case.step
         q = norm_rotate_write(qkv, turning, step.positions_T, step.slots_T, want.keys[0], want.values[0])[:, :heads]
         partials = partials_for(shape, len(step.items_I8), len(rows), torch.device("cuda"))
-        sizes = Sizes(len(rows), len(rows), len(step.items_I8), 0)
+        sizes = Sizes(len(rows), len(rows), cut, 0)
         plan = TritonPlan(sizes, step, case.tables_SM, step.slots_T, partials)
         got = TritonAttention(shape, dtype).run_qkv(0, qkv, turning, pool, plan)
         assert cases.error(pool.data, want.data) < LIMITS[dtype]

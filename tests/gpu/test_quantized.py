@@ -129,7 +129,7 @@ def test_attention_over_an_fp8_pool(cases, heads: int, kv_heads: int, dim: int) 
         rope = torch.zeros(3000, dim, device=device, dtype=dtype)
         rope[:, : dim // 2] = 1.0  # no turn
         tiles = sum(-(-n // cut.tile) for _, n in chunks)
-        sizes = Sizes(tokens, lanes, len(case.step.items_I8), tiles, shared > 0)
+        sizes = Sizes(tokens, lanes, cut, tiles, shared > 0)
         partials = partials_for(shape, len(case.step.items_I8), lanes, device)
         plan = TritonPlan(sizes, case.step, case.tables_SM, case.step.slots_T[:tokens], partials)
         got = TritonAttention(shape, dtype).run_qkv(0, qkv, Turning(None, rope), pool, plan)

@@ -1,10 +1,11 @@
 """Paged decode attention: one query token a row, keys cut into items, partial results joined by log-sum-exp.
 
-A program reads the keys of one item for all query heads that share a key/value head, so K and V are read once.
-Rows of one item write their output at once; the others leave partial results, and the program that finishes a row's
-last item joins them in their order, together with those of a shared prefix if there is one (Milakov and Gimelshein
-2018 for the running softmax; Dao et al. 2023 for the split). Lengths, tables and items are read from `StepTables`,
-so one launch serves any plan of its size.
+A program is a worker of `StepTables` for one key/value head: it takes the items of its share one after the other and
+reads their keys for all query heads that share the head, so K and V are read once, and all programs read as much.
+Rows of one item get their output at once; of the others partial results are left, and the program that finishes a
+row's last item joins them in their order, together with those of a shared prefix if there is one (Milakov and
+Gimelshein 2018 for the running softmax; Dao et al. 2023 for the split). Lengths, tables and items are read from
+`StepTables`, so one launch serves any plan of its size.
 
 Shape letters: R rows, H query heads, K key/value heads, G = H / K, D head dim, N blocks, S tokens in a block,
 S device rows and M columns of the table, U partial results.
@@ -34,6 +35,8 @@ from octavo.kernels.gpu.step import (
     I_TO,
     ITEM_WORDS,
     M_ITEMS,
+    M_WORKERS,
+    Cut,
     StepTables,
 )
 
@@ -43,6 +46,8 @@ LOG2_E = 1.4426950408889634
 TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (128, 4, 3), "many fp8": (64, 2, 4)}
 _MANY = 64  # rows from which there are many
 _FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
+_JOINED = 4096  # floats of partial results that are loaded at a time at most
+REGISTERS = 1 << 14  # of a program that loops over items: the compiler takes more, and fewer programs fit
 _NEG = tl.constexpr(-1.0e30)
 
 
@@ -80,44 +85,76 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, NORM, ROPE, SCALES, R, M, first, q_stride, scale,
-    eps, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr,
-    GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
-    FP8: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, META, ITEMS, FIRST, NORM, ROPE, SCALES, R, M, first, q_stride,
+    scale, eps, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PREFIX: tl.constexpr, GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
+    PRECISION: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, ALONE: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     let_in(EARLY)  # items and tables lie behind a kernel of torch's, the embedding
+    worker = tl.program_id(1)
+    if not ALONE:
+        number = tl.load(FIRST + worker)
+        stop = tl.load(FIRST + worker + 1)
+        if worker >= tl.load(META + M_WORKERS):
+            stop = number
+            await_turn(EARLY)  # who does not wait would end before the kernels before it
+        for i in range(number, stop):
+            lane, row, lo, hi, length, part, parts, place = _record(ITEMS + i * ITEM_WORDS)
+            _item(
+                Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, NORM, ROPE, SCALES, R, M, first, q_stride, scale,
+                eps, lane, row, lo, hi, length, part, parts, place, H, K, G, GP, D, BD, S, BN, SOFTCAP, WINDOW,
+                PREFIX, GJ, JOIN, TURN, NORMED, PRECISION, FP8, AHEAD, ASM, EARLY,
+            )  # fmt: skip
+    else:
+        lane, row, lo, hi, length, part, parts, place = _record(ITEMS + worker * ITEM_WORDS)
+        if worker >= tl.load(META + M_ITEMS):  # asked only now: one wait instead of two
+            await_turn(EARLY)
+            return
+        _item(
+            Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, NORM, ROPE, SCALES, R, M, first, q_stride, scale, eps,
+            lane, row, lo, hi, length, part, parts, place, H, K, G, GP, D, BD, S, BN, SOFTCAP, WINDOW, PREFIX, GJ,
+            JOIN, TURN, NORMED, PRECISION, FP8, AHEAD, ASM, EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _record(item):
+    return (
+        tl.load(item + I_LANE), tl.load(item + I_ROW), tl.load(item + I_FROM), tl.load(item + I_TO),
+        tl.load(item + I_LENGTH), tl.load(item + I_PART), tl.load(item + I_PARTS), tl.load(item + I_PLACE),
+    )  # fmt: skip
+
+
+@triton.jit
+def _item(
+    Q, KEYS, VALUES, OUT, PART, LSE, FINISHED, TABLES, NORM, ROPE, SCALES, R, M, first, q_stride, scale, eps,
+    lane, row, lo, hi, length, part, parts, place, H: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, PREFIX: tl.constexpr, GJ: tl.constexpr, JOIN: tl.constexpr, TURN: tl.constexpr,
+    NORMED: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One item of the program's key/value head, and the row's result if it is the last."""
     head = tl.program_id(0)
-    item = ITEMS + tl.program_id(1) * ITEM_WORDS
-    lane = tl.load(item + I_LANE).to(tl.int64)  # before the count is known: one wait instead of two
-    table = TABLES + tl.load(item + I_ROW).to(tl.int64) * M
-    lo = tl.load(item + I_FROM)
-    hi = tl.load(item + I_TO)
-    length = tl.load(item + I_LENGTH)
-    part = tl.load(item + I_PART)
-    parts = tl.load(item + I_PARTS)
-    place = tl.load(item + I_PLACE).to(tl.int64)
-    if tl.program_id(1) >= tl.load(META + M_ITEMS):
-        await_turn(EARLY)  # who does not wait would end before the kernels before it
-        return
+    lane = lane.to(tl.int64)
+    place = place.to(tl.int64)
+    table = TABLES + row.to(tl.int64) * M
     if WINDOW > 0:
         lo = tl.maximum(lo, length - WINDOW)
     if AHEAD > 0:
         _ask_for_keys(KEYS, VALUES, table, lo, hi, head, K, D, S, BN, AHEAD)
-    await_turn(EARLY)
+    await_turn(EARLY)  # over at once but for a program's first item
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
     heads = head * G + g
     wanted = (g < G)[:, None] & (d < D)[None, :]
     if TURN:
-        angle = ROPE + (length - 1).to(tl.int64) * D
-        _, turned = turn(Q + lane * q_stride, NORM, angle, tl.where(g < G, heads, -1), g < G, eps, D, BD, NORMED)
-        q = turned.to(Q.dtype.element_ty)
-        if hi == length:
-            _write_own(
-                Q + lane * q_stride, NORM, angle, KEYS, VALUES, SCALES, table, length - 1, head, eps, H, K, D, BD, S,
-                NORMED, FP8,
-            )  # fmt: skip
+        q = _turned_and_own(
+            Q + lane * q_stride, NORM, ROPE, KEYS, VALUES, SCALES, table, length - 1, hi == length, head, eps, H, K,
+            G, GP, D, BD, S, NORMED, FP8,
+        )  # fmt: skip
     else:
         q = tl.load(Q + (lane * q_stride + heads * D)[:, None] + d[None, :], mask=wanted, other=0.0)
     if FP8:
@@ -240,25 +277,36 @@ def _ask_for_keys(
 
 
 @triton.jit
-def _write_own(
-    X, NORM, angle, KEYS, VALUES, SCALES, table, position, head, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, NORMED: tl.constexpr,
-    FP8: tl.constexpr,
+def _turned_and_own(
+    X, NORM, ROPE, KEYS, VALUES, SCALES, table, position, writes, head, eps,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    S: tl.constexpr, NORMED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Key and value of the row's own token into the pool, before this program reads them there."""
-    one = tl.arange(0, 1)
+    """Queries of the row at X. If it `writes`, key and value of the row's own token go into the pool before they are
+    read there; the key is turned as one more query."""
+    g = tl.arange(0, GP)
     d = tl.arange(0, BD)
-    _, k = turn(X, NORM, angle, H + head + one, one == 0, eps, D, BD, NORMED)
-    v = tl.load(X + (H + K + head + one)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    ok = d < D
+    angle = ROPE + position.to(tl.int64) * D
+    v = tl.load(X + (H + K + head) * D + d, mask=ok, other=0.0)
     block = tl.load(table + position // S).to(tl.int64)
-    at = ((block * K + head) * S + position % S) * D + one[:, None] + d[None, :]
-    k = k.to(X.dtype.element_ty)
-    if FP8:
-        k = in_fp8(k, tl.load(SCALES + head))
-        v = in_fp8(v, tl.load(SCALES + K + head))
-    tl.store(KEYS + at, k, mask=(d < D)[None, :])
-    tl.store(VALUES + at, v, mask=(d < D)[None, :])
-    tl.debug_barrier()
+    h = tl.where(g < G, head * G + g, tl.where(g == G, H + head, -1))
+    _, turned = turn(X, NORM, angle, h, h >= 0, eps, D, BD, NORMED)
+    q = turned.to(X.dtype.element_ty)
+    if writes:
+        at = ((block * K + head) * S + position % S) * D + d
+        tl.store(VALUES + at, in_fp8(v, tl.load(SCALES + K + head)) if FP8 else v, mask=ok)
+        if G < GP:
+            k = q
+            own = g == G
+        else:
+            one = tl.arange(0, 1)
+            own = one == 0
+            k = turn(X, NORM, angle, H + head + one, own, eps, D, BD, NORMED)[1].to(X.dtype.element_ty)
+        k = in_fp8(k, tl.load(SCALES + head)) if FP8 else k
+        tl.store(KEYS + at[None, :] + own.to(tl.int64)[:, None] * 0, k, mask=own[:, None] & ok[None, :])
+        tl.debug_barrier()
+    return q
 
 
 @triton.jit
@@ -267,7 +315,7 @@ def _join(
     H: tl.constexpr, G: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PREFIX: tl.constexpr,
     JOIN: tl.constexpr,
 ):  # fmt: skip
-    """The partial results of one row for the heads of one key/value head; JOIN of them are loaded at a time."""
+    """The partial results of one row for the heads of one key/value head; JOIN of them at a time."""
     g = tl.arange(0, GJ)
     d = tl.arange(0, BD)
     wanted = (g < G)[:, None] & (d < D)[None, :]
@@ -275,18 +323,20 @@ def _join(
     total = tl.zeros([GJ], tl.float32)
     acc = tl.zeros([GJ, BD], tl.float32)
     for i in range(0, parts + PREFIX, JOIN):
-        for j in tl.static_range(JOIN):
-            u = i + j
-            ok = u < parts + PREFIX
-            at = tl.where(u < parts, place + u, prefix + (u - parts) * R) * H + head * G + g
-            lse = tl.load(LSE + at, mask=(g < G) & ok, other=-float("inf"), cache_modifier=".cg")
-            o = tl.load(PART + at[:, None] * D + d[None, :], mask=wanted & ok, other=0.0, cache_modifier=".cg")
-            top = tl.maximum(m, lse)
-            weight = tl.exp2(lse - top)
-            shrink = tl.exp2(m - top)
-            acc = acc * shrink[:, None] + tl.where(weight > 0.0, weight, 0.0)[:, None] * o
-            total = total * shrink + weight
-            m = top
+        u = i + tl.arange(0, JOIN)
+        at = tl.where(u < parts, place + u, prefix + (u - parts) * R)[None, :] * H + head * G + g[:, None]
+        ok = (u < parts + PREFIX)[None, :] & (g < G)[:, None]
+        lse = tl.load(LSE + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
+        o = tl.load(
+            PART + at[:, :, None] * D + d[None, None, :], mask=ok[:, :, None] & (d < D)[None, None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        top = tl.maximum(m, tl.max(lse, 1))
+        weight = tl.exp2(lse - top[:, None])
+        shrink = tl.exp2(m - top)
+        acc = acc * shrink[:, None] + tl.sum(tl.where(weight > 0.0, weight, 0.0)[:, :, None] * o, 1)
+        total = total * shrink + tl.sum(weight, 1)
+        m = top
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(OUT + (head * G + g)[:, None] * D + d[None, :], acc.to(OUT.dtype.element_ty), mask=wanted)
 
@@ -308,12 +358,12 @@ def decode_attention(
     softcap: float,
     window: int,
     lanes: int,
-    items: int,
+    cut: Cut,
     prefix: bool,
     turning: Turning | None = None,
     scales_2K: Tensor | None = None,
 ) -> None:
-    """Attention of the step's decode rows into `out_THD`, launched for `lanes` rows and `items` items.
+    """Attention of the step's decode rows into `out_THD`, launched for `lanes` rows; `cut` is that of `step`.
 
     With `prefix`, the first `meta[M_PREFIX]` keys of all rows have been attended to by `prefix_attention`. With
     `turning`, `q_THD` is the qkv product as it is, and the kernel does the part of `norm_rotate_write` itself.
@@ -329,14 +379,17 @@ def decode_attention(
     lines = triton.next_power_of_2(triton.cdiv(dim * keys_NKSD.element_size(), LINE.value))
     first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)
     turned = turning is not None
-    _decode[(kv_heads, items)](
+    joined = triton.next_power_of_2(group)
+    options = {} if cut.alone else {"maxnreg": REGISTERS // (32 * warps)}
+    _decode[(kv_heads, cut.workers + lanes if cut.alone else cut.workers)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
-        step.meta, step.items_I8, tables_SM if turning is None else turning.weight,
+        step.meta, step.items_I8, step.first_W, tables_SM if turning is None else turning.weight,
         tables_SM if turning is None else turning.rope_PD, tables_SM if scales_2K is None else scales_2K, rows,
         tables_SM.shape[1], first, q_THD.stride(0), scale * LOG2_E, 0.0 if turning is None else turning.eps, heads,
         kv_heads, group, padded, dim, width, block_size, block, softcap, window,
-        partials.prefix_splits if prefix else 0, triton.next_power_of_2(group), 16 if lanes <= _FEW else 4, turned,
+        partials.prefix_splits if prefix else 0, joined,
+        max(1, min(4 if lanes > _FEW else 32, _JOINED // (joined * width))), turned,
         turning is not None and turning.norm is not None, precision_of(q_THD), scales_2K is not None,
-        lines if pdl and lanes <= FEW_TOKENS else 0, not triton.knobs.runtime.interpret, pdl, num_warps=warps,
-        num_stages=stages, launch_pdl=pdl,
+        lines if pdl and lanes <= FEW_TOKENS else 0, cut.alone, not triton.knobs.runtime.interpret, pdl,
+        num_warps=warps, num_stages=stages, launch_pdl=pdl, **options,
     )  # fmt: skip

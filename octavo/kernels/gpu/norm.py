@@ -42,6 +42,11 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def _gated(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _silu_and_mul(GATE_UP, OUT, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +54,7 @@ def _silu_and_mul(GATE_UP, OUT, N, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     ok = at < N
     gate = tl.load(GATE_UP + row * 2 * N + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * N + N + at, mask=ok, other=0.0).to(tl.float32)
-    tl.store(OUT + row * N + at, (gate / (1.0 + tl.exp(-gate)) * up).to(OUT.dtype.element_ty), mask=ok)
+    tl.store(OUT + row * N + at, _gated(gate, up).to(OUT.dtype.element_ty), mask=ok)
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
@@ -59,5 +64,52 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(size))
     _silu_and_mul[(tokens, triton.cdiv(size, block))](
         gate_up_TI, out_TI, size, block, early(gate_up_TI), num_warps=4, launch_pdl=early(gate_up_TI)
+    )
+    return out_TI
+
+
+@triton.jit
+def _silu_and_mul_columns(GATE_UP, OUT, T, N, TOKENS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    ok = (n < N)[:, None] & (t < T)[None, :]
+    at = GATE_UP + n.to(tl.int64)[:, None] * T + t[None, :]
+    gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(at + N.to(tl.int64) * T, mask=ok, other=0.0).to(tl.float32)
+    out = _gated(gate, up).to(OUT.dtype.element_ty)
+    tl.store(OUT + t.to(tl.int64)[:, None] * N + n[None, :], tl.trans(out), mask=(t < T)[:, None] & (n < N)[None, :])
+
+
+def silu_and_mul_columns(gate_up_IT: Tensor) -> Tensor:
+    """`silu_and_mul` of a product that is stored by feature, so [2 * I, T] -> [T, I]."""
+    size, tokens = gate_up_IT.shape[0] // 2, gate_up_IT.shape[1]
+    out_TI = torch.empty((tokens, size), dtype=gate_up_IT.dtype, device=gate_up_IT.device)
+    _silu_and_mul_columns[(triton.cdiv(size, 64), triton.cdiv(tokens, 64))](
+        gate_up_IT, out_TI, tokens, size, 64, 64, early(gate_up_IT), num_warps=4, launch_pdl=early(gate_up_IT)
+    )
+    return out_TI
+
+
+@triton.jit
+def _silu_and_mul_pieces(A, B, OUT, N, cut, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    in_turn(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rest = 2 * N - cut
+    gate = tl.load(A + row * cut + at, mask=at < N, other=0.0).to(tl.float32)
+    up = tl.load(A + row * cut + N + at, mask=at < cut - N, other=0.0).to(tl.float32)
+    more = tl.load(B + row * rest + N + at - cut, mask=(at >= cut - N) & (at < N), other=0.0).to(tl.float32)
+    tl.store(OUT + row * N + at, _gated(gate, up + more).to(OUT.dtype.element_ty), mask=at < N)
+
+
+def silu_and_mul_pieces(first_TI: Tensor, second_TI: Tensor) -> Tensor:
+    """`silu_and_mul` of a product whose columns are in two tensors, the gate in the first of them."""
+    tokens, cut = first_TI.shape
+    size = (cut + second_TI.shape[1]) // 2
+    out_TI = torch.empty((tokens, size), dtype=first_TI.dtype, device=first_TI.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_and_mul_pieces[(tokens, triton.cdiv(size, block))](
+        first_TI, second_TI, out_TI, size, cut, block, early(first_TI), num_warps=4, launch_pdl=early(first_TI)
     )
     return out_TI

@@ -1,13 +1,15 @@
 """The start of a step on the device: from the words of a plan to everything the other kernels read.
 
 `begin` runs two kernels. The first applies the plan's table and parameter writes and, in one program, does the
-arithmetic over rows: first tokens, lengths, how decode rows are cut into chunks of keys, how host-fed rows are cut
+arithmetic over rows: first tokens, lengths, how the keys of decode rows are shared out, how host-fed rows are cut
 into tiles of queries. The second writes what depends on single tokens and items. Nothing visits the host, so a
 captured graph holds for any plan that fits its sizes.
 
-The order of decode items is: all full chunks, then the shorter last chunks; so the long work starts first.
+The keys of all decode rows, one row after the other, are shared out evenly over W workers, whole blocks of keys each.
+What a worker has of one row is an item; a row that lies across a border has several. Or each row is cut into even
+items by itself, about W in all, and each item is a worker's (`Cut.alone`).
 
-Shape letters: R rows, T tokens, I decode items, Q query tiles, S device rows, M table columns.
+Shape letters: R rows, T tokens, I decode items, W workers, Q query tiles, S device rows, M table columns.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ from torch import Tensor
 M_ROWS = tl.constexpr(0)
 M_TOKENS = tl.constexpr(1)
 M_DECODE = tl.constexpr(2)  # rows of one token, which come first: who feeds itself, or all if no row has more
-M_ITEMS = tl.constexpr(3)
-M_CHUNK = tl.constexpr(4)  # keys of one decode item
+M_WORKERS = tl.constexpr(3)  # workers that have decode items
+M_SHARE = tl.constexpr(4)  # blocks of keys of one worker
 M_TILES = tl.constexpr(5)
 M_SAMPLES = tl.constexpr(6)
 M_PREFIX = tl.constexpr(7)  # leading keys that all decode rows share and another kernel reads
-META_WORDS = 8
+M_ITEMS = tl.constexpr(8)  # decode items
+META_WORDS = 9
 
 # Columns of `StepTables.rows_CR`.
 C_ROW = tl.constexpr(0)  # device row
 C_KEYS = tl.constexpr(1)  # keys that the row's last token sees
 C_START = tl.constexpr(2)  # first token of the row on the token axis
 C_BEGIN = tl.constexpr(3)  # first key of its decode items
-C_CHUNKS = tl.constexpr(4)  # number of its decode items
-C_SLOT = tl.constexpr(5)  # first of its partial results
-C_FULL = tl.constexpr(6)  # first of its full items
-C_PART = tl.constexpr(7)  # its shorter item
-C_TILE = tl.constexpr(8)  # first of its tiles
-C_SAMPLE = tl.constexpr(9)  # its place among the samples
-C_TOKENS = tl.constexpr(10)  # its tokens in this step
-ROW_COLUMNS = 11
+C_ITEMS = tl.constexpr(4)  # number of its decode items
+C_ITEM = tl.constexpr(5)  # first of them, and of its partial results
+C_UNIT = tl.constexpr(6)  # blocks of keys of the rows before it
+C_TILE = tl.constexpr(7)  # first of its tiles
+C_SAMPLE = tl.constexpr(8)  # its place among the samples
+C_TOKENS = tl.constexpr(9)  # its tokens in this step
+ROW_COLUMNS = 10
 
 # Words of a decode item, side by side so that one line of memory holds it.
 I_LANE = tl.constexpr(0)  # place of the row in the step
@@ -68,7 +70,8 @@ _BLOCK = 128
 class StepTables:
     """Device memory that describes the step in progress; allocated once, filled by `begin`. All int32.
 
-    items_I8: decode items, see `I_*`. tiles_2Q: row and first token (in the row) of each query tile.
+    items_I8: decode items, see `I_*`, by row, then key. first_W: first item of each worker, then the number of items.
+    tiles_2Q: row and first token (in the row) of each query tile.
     samples_3R: token index, device row and position of each sample. finished_RK: decode items of a row that are done
     in the kernel that runs, per key/value head; zero between kernels.
     """
@@ -81,6 +84,7 @@ class StepTables:
         self.rows_CR = ints(ROW_COLUMNS, rows)
         self.finished_RK = ints(rows, kv_heads)
         self.items_I8 = ints(items, ITEM_WORDS.value)
+        self.first_W = ints(items + 1)
         self.tiles_2Q = ints(2, max(tiles, 1))
         self.samples_3R = ints(3, rows)
         self.ids_T, self.positions_T, self.slots_T = ints(tokens), ints(tokens), ints(tokens)
@@ -88,13 +92,13 @@ class StepTables:
 
 @dataclass(frozen=True)
 class Cut:
-    """How attention work is cut: about `items` decode items of at least `least` keys, a multiple of `block`;
-    tiles of `tile` query tokens."""
+    """How attention work is cut: the keys of decode rows over up to `workers`, in blocks of `block`; tiles of `tile`
+    query tokens. `alone`: rows are cut by themselves, into about `workers` items in all."""
 
-    items: int
-    least: int
+    workers: int
     block: int
     tile: int
+    alone: bool
 
 
 @triton.jit
@@ -126,7 +130,7 @@ def _exclusive(count):
 
 @triton.jit
 def _arithmetic(
-    WORDS, META, ROWS, R, target, LEAST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RB: tl.constexpr
+    WORDS, META, ROWS, R, workers, UNIT: tl.constexpr, TILE: tl.constexpr, RB: tl.constexpr, ALONE: tl.constexpr
 ):  # fmt: skip
     """Lengths, offsets and cuts of all rows, in one program."""
     plan = WORDS + RUN_WORDS
@@ -141,41 +145,44 @@ def _arithmetic(
     sampled = tl.load(at + 3 * rows + r, mask=ok, other=0) & 1
     last = start + length
     decodes = r < decode_rows
-    todo = tl.where(decodes, last - prefix, 0)
-    chunk = tl.maximum(LEAST, tl.cdiv(tl.cdiv(tl.sum(todo, 0), target), BLOCK) * BLOCK)
-    full = todo // chunk
-    part = (todo % chunk > 0).to(tl.int32)
+    units = tl.where(decodes, tl.cdiv(last - prefix, UNIT), 0)
+    every = tl.sum(units, 0)
+    share = tl.maximum(tl.cdiv(every, workers), 1)
+    unit = _exclusive(units)
+    if ALONE:
+        items = tl.cdiv(units, share)
+    else:
+        items = tl.where(units > 0, (unit + units - 1) // share - unit // share + 1, 0)
     tiles = tl.where(ok & (r >= decode_rows), tl.cdiv(length, TILE), 0)
-    every = tl.sum(full, 0)
     inside = r < R
     tl.store(ROWS + C_ROW * R + r, tl.load(at + r, mask=ok, other=0), mask=inside)
     tl.store(ROWS + C_KEYS * R + r, last, mask=inside)
     tl.store(ROWS + C_START * R + r, _exclusive(length), mask=inside)
     tl.store(ROWS + C_BEGIN * R + r, r * 0 + prefix, mask=inside)
-    tl.store(ROWS + C_CHUNKS * R + r, full + part, mask=inside)
-    tl.store(ROWS + C_SLOT * R + r, _exclusive(full + part), mask=inside)
-    tl.store(ROWS + C_FULL * R + r, _exclusive(full), mask=inside)
-    tl.store(ROWS + C_PART * R + r, every + _exclusive(part), mask=inside)
+    tl.store(ROWS + C_ITEMS * R + r, items, mask=inside)
+    tl.store(ROWS + C_ITEM * R + r, _exclusive(items), mask=inside)
+    tl.store(ROWS + C_UNIT * R + r, unit, mask=inside)
     tl.store(ROWS + C_TILE * R + r, _exclusive(tiles), mask=inside)
     tl.store(ROWS + C_SAMPLE * R + r, _exclusive(sampled), mask=inside)
     tl.store(ROWS + C_TOKENS * R + r, length, mask=inside)
     tl.store(META + M_ROWS, rows)
     tl.store(META + M_TOKENS, tl.sum(length, 0))
     tl.store(META + M_DECODE, decode_rows)
-    tl.store(META + M_ITEMS, every + tl.sum(part, 0))
-    tl.store(META + M_CHUNK, chunk)
+    tl.store(META + M_WORKERS, tl.cdiv(every, share))
+    tl.store(META + M_SHARE, share)
+    tl.store(META + M_ITEMS, tl.sum(items, 0))
     tl.store(META + M_TILES, tl.sum(tiles, 0))
     tl.store(META + M_SAMPLES, tl.sum(sampled, 0))
     tl.store(META + M_PREFIX, prefix)
 
 
-@triton.jit(do_not_specialize=["target"])
+@triton.jit(do_not_specialize=["workers"])
 def _begin(
-    WORDS, META, ROWS, TABLES, PARAMS, R, M, target, LEAST: tl.constexpr, CHUNK_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS, META, ROWS, TABLES, PARAMS, R, M, workers, UNIT: tl.constexpr, TILE: tl.constexpr, RB: tl.constexpr,
+    BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) == 0:
-        _arithmetic(WORDS, META, ROWS, R, target, LEAST, CHUNK_BLOCK, TILE, RB)
+        _arithmetic(WORDS, META, ROWS, R, workers, UNIT, TILE, RB, ALONE)
     else:
         _apply_writes(WORDS, TABLES, PARAMS, M, tl.program_id(0) - 1, tl.num_programs(0) - 1, BLOCK)
 
@@ -206,28 +213,51 @@ def _write_tokens(
 
 
 @triton.jit
-def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, BLOCK: tl.constexpr):
-    """Decode items, query tiles and sample of one row."""
-    chunk = tl.load(META + M_CHUNK)
+def _write_items(
+    META, ROWS, ITEMS, FIRST, R, items_cap, lane, UNIT: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr
+):  # fmt: skip
+    """Decode items of one row; an item where a worker's share begins is that worker's first."""
+    share = tl.load(META + M_SHARE)
     begin = tl.load(ROWS + C_BEGIN * R + lane)
     last = tl.load(ROWS + C_KEYS * R + lane)
-    chunks = tl.load(ROWS + C_CHUNKS * R + lane)
+    count = tl.load(ROWS + C_ITEMS * R + lane)
+    own = tl.load(ROWS + C_ITEM * R + lane)
+    unit = tl.load(ROWS + C_UNIT * R + lane)
     row = tl.load(ROWS + C_ROW * R + lane)
-    full = tl.where(chunks > 0, (last - begin) // chunk, 0)
-    for i in range(0, chunks, BLOCK):
+    for i in range(0, count, BLOCK):
         c = i + tl.arange(0, BLOCK)
-        place = tl.where(c < full, tl.load(ROWS + C_FULL * R + lane) + c, tl.load(ROWS + C_PART * R + lane))
-        ok = (c < chunks) & (place < items_cap)
-        item = ITEMS + place * ITEM_WORDS
-        first = begin + c * chunk
+        ok = (c < count) & (own + c < items_cap)
+        item = ITEMS + (own + c) * ITEM_WORDS
+        worker = unit // share + c
+        lo = tl.maximum(worker * share - unit, 0)
+        hi = (worker + 1) * share - unit
+        if ALONE:
+            units = tl.cdiv(last - begin, UNIT)
+            lo = units * c // count
+            hi = units * (c + 1) // count
         tl.store(item + I_LANE, c * 0 + lane, mask=ok)
         tl.store(item + I_ROW, c * 0 + row, mask=ok)
-        tl.store(item + I_FROM, first, mask=ok)
-        tl.store(item + I_TO, tl.minimum(first + chunk, last), mask=ok)
+        tl.store(item + I_FROM, begin + lo * UNIT, mask=ok)
+        tl.store(item + I_TO, tl.minimum(begin + hi * UNIT, last), mask=ok)
         tl.store(item + I_LENGTH, c * 0 + last, mask=ok)
         tl.store(item + I_PART, c, mask=ok)
-        tl.store(item + I_PARTS, c * 0 + chunks, mask=ok)
-        tl.store(item + I_PLACE, c * 0 + tl.load(ROWS + C_SLOT * R + lane), mask=ok)
+        tl.store(item + I_PARTS, c * 0 + count, mask=ok)
+        tl.store(item + I_PLACE, c * 0 + own, mask=ok)
+        if not ALONE:
+            tl.store(FIRST + worker, own + c, mask=ok & (lo + unit == worker * share))
+    if lane == tl.load(META + M_DECODE) - 1:
+        tl.store(FIRST + tl.load(META + M_WORKERS), own + count)
+
+
+@triton.jit
+def _write_work(
+    META, ROWS, ITEMS, FIRST, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Decode items, query tiles and sample of one row."""
+    _write_items(META, ROWS, ITEMS, FIRST, R, items_cap, lane, UNIT, BLOCK, ALONE)
+    row = tl.load(ROWS + C_ROW * R + lane)
+    last = tl.load(ROWS + C_KEYS * R + lane)
     length = tl.load(ROWS + C_TOKENS * R + lane)
     tiles = tl.where(lane < tl.load(META + M_DECODE), 0, tl.cdiv(length, TILE))
     for i in range(0, tiles, BLOCK):
@@ -247,8 +277,9 @@ def _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_ca
 
 @triton.jit(do_not_specialize=["lanes", "tokens"])
 def _expand(
-    WORDS, META, ROWS, ITEMS, TILES, SAMPLES, IDS, POSITIONS, SLOTS, TABLES, LAST, R, M, lanes, tokens, items_cap,
-    tiles_cap, TILE: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS, META, ROWS, ITEMS, FIRST, TILES, SAMPLES, IDS, POSITIONS, SLOTS, TABLES, LAST, R, M, lanes, tokens,
+    items_cap, tiles_cap, TILE: tl.constexpr, UNIT: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0)
     rows = tl.load(META + M_ROWS)
@@ -256,7 +287,10 @@ def _expand(
         if lane < rows:
             decode_rows = tl.load(WORDS + RUN_WORDS + 5)
             _write_tokens(WORDS, ROWS, TABLES, LAST, IDS, POSITIONS, SLOTS, R, M, lane, decode_rows, S, BLOCK)
-            _write_work(META, ROWS, ITEMS, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, BLOCK)
+            _write_work(
+                META, ROWS, ITEMS, FIRST, TILES, SAMPLES, WORDS, R, items_cap, tiles_cap, lane, TILE, UNIT, BLOCK,
+                ALONE,
+            )  # fmt: skip
         if lane >= tl.load(META + M_SAMPLES):  # samples that are not there read token 0
             tl.store(SAMPLES + lane, 0)
     else:  # padding tokens write to the padding block
@@ -287,11 +321,12 @@ def begin(
     """
     rows, columns = step.rows_CR.shape[1], tables_SM.shape[1]
     _begin[(1 + _WRITERS,)](
-        words, step.meta, step.rows_CR, tables_SM, params_SP, rows, columns, cut.items, cut.least, cut.block,
-        cut.tile, triton.next_power_of_2(rows), _BLOCK, num_warps=4,
+        words, step.meta, step.rows_CR, tables_SM, params_SP, rows, columns, cut.workers, cut.block, cut.tile,
+        triton.next_power_of_2(rows), _BLOCK, cut.alone, num_warps=4,
     )  # fmt: skip
     _expand[(lanes + (_WRITERS if tokens > lanes else 1),)](
-        words, step.meta, step.rows_CR, step.items_I8, step.tiles_2Q, step.samples_3R, step.ids_T, step.positions_T,
-        step.slots_T, tables_SM, last_token_S, rows, columns, lanes, tokens, step.items_I8.shape[0],
-        step.tiles_2Q.shape[1], cut.tile, block_size, _BLOCK, num_warps=4,
+        words, step.meta, step.rows_CR, step.items_I8, step.first_W, step.tiles_2Q, step.samples_3R, step.ids_T,
+        step.positions_T, step.slots_T, tables_SM, last_token_S, rows, columns, lanes, tokens,
+        step.items_I8.shape[0], step.tiles_2Q.shape[1], cut.tile, cut.block, block_size, _BLOCK,
+        cut.alone, num_warps=4,
     )  # fmt: skip

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from octavo.kernels.gpu.step import C_BEGIN, C_CHUNKS, C_KEYS, C_SLOT, C_TOKENS, M_CHUNK, M_ITEMS, M_TILES, Cut
+from octavo.kernels.gpu.step import (
+    C_BEGIN,
+    C_ITEM,
+    C_ITEMS,
+    C_KEYS,
+    C_TOKENS,
+    M_ITEMS,
+    M_SHARE,
+    M_TILES,
+    M_WORKERS,
+    Cut,
+)
 from octavo.scheduler import plan as plan_format
 from tests.kernels_interpret.cases.common import Case, make_case
 
-CUT = Cut(items=12, least=16, block=16, tile=8)
+CUT = Cut(workers=12, block=16, tile=8, alone=True)
 
 
 def columns(case: Case, column: object) -> list[int]:
@@ -51,26 +64,30 @@ def test_only_flagged_rows_are_samples() -> None:
     assert int(case.step.meta[6]) == 3
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("shared", [0, 32])
 @pytest.mark.parametrize("decodes", [[500], [40, 47, 300, 33, 96], [32] * 8])
-def test_items_cover_all_keys_once(decodes: list[int], shared: int) -> None:
-    case = make_case(decodes, [], CUT, shared=shared)
+def test_items_cover_all_keys_once(decodes: list[int], shared: int, alone: bool) -> None:
+    case = make_case(decodes, [], replace(CUT, alone=alone), shared=shared)
     step = case.step
-    items, chunk = int(step.meta[M_ITEMS.value]), int(step.meta[M_CHUNK.value])
-    assert items <= CUT.items + len(decodes) and chunk % CUT.block == 0
-    begin, keys = columns(case, C_BEGIN), columns(case, C_KEYS)
-    covered = {lane: [] for lane in range(len(decodes))}
-    slots = columns(case, C_SLOT)
-    for lane, row, first, last, length, number, parts, place in step.items_I8[:items].tolist():
-        part = (first - begin[lane]) // chunk
-        covered[lane].append(part)
+    begin, keys, own, counts = (columns(case, column) for column in (C_BEGIN, C_KEYS, C_ITEM, C_ITEMS))
+    workers, share, count = (int(step.meta[word.value]) for word in (M_WORKERS, M_SHARE, M_ITEMS))
+    assert 0 < workers <= CUT.workers and count == sum(counts[: len(decodes)])
+    items, at = step.items_I8[:count].tolist(), begin[0]
+    for number, (lane, row, lo, hi, length, part, parts, place) in enumerate(items):
         assert row == case.rows[lane] and length == keys[lane]
-        assert first == begin[lane] + part * chunk and last == min(first + chunk, keys[lane])
-        assert (number, parts, place) == (part, columns(case, C_CHUNKS)[lane], slots[lane])
-    for lane, parts in covered.items():
-        assert sorted(parts) == list(range(-(-(keys[lane] - begin[lane]) // chunk)))
-        assert columns(case, C_CHUNKS)[lane] == len(parts)
-    assert slots[: len(decodes)] == [sum(len(covered[i]) for i in range(lane)) for lane in range(len(decodes))]
+        assert (parts, place, part) == (counts[lane], own[lane], number - own[lane])
+        assert lo == (begin[lane] if part == 0 else at) and hi > lo
+        assert hi == keys[lane] if part == parts - 1 else (hi - begin[lane]) % CUT.block == 0
+        at = hi
+    blocks = [-(-(hi - lo) // CUT.block) for _, _, lo, hi, *_ in items]
+    if alone:
+        assert max(blocks) <= share
+        return
+    first = step.first_W[: workers + 1].tolist()
+    assert first[0] == 0 and first[-1] == count and first == sorted(set(first))
+    each = [sum(blocks[a:b]) for a, b in zip(first, first[1:], strict=False)]
+    assert all(one == share for one in each[:-1]) and 0 < each[-1] <= share
 
 
 def test_tiles_cover_all_chunk_tokens_once() -> None:

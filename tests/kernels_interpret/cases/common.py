@@ -87,7 +87,7 @@ def make_case(
     lanes, tokens = lanes or count, tokens or sum(lengths)
     tiles = sum(-(-n // cut.tile) for _, n in chunks)
     most = max(lanes, count)
-    step = StepTables(most, tokens, cut.items + most, tiles, kv_heads, torch.device(device))
+    step = StepTables(most, tokens, cut.workers + most, tiles, kv_heads, torch.device(device))
     tables_SM = torch.zeros((count + 3, columns), dtype=torch.int32, device=device)
     params_SP = torch.zeros((count + 3, PARAM_WORDS), dtype=torch.int32, device=device)
     last_token_S = torch.from_numpy(rng.integers(0, 1000, count + 3)).to(device)
