@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from octavo.attention.base import AttentionShape
+from octavo.attention.triton import cut_for
 from octavo.kernels.gpu.step import (
     C_BEGIN,
     C_ITEM,
@@ -102,3 +104,14 @@ def test_a_step_of_single_tokens_is_decoding_whoever_feeds_them() -> None:
     assert case.step.meta[[2, M_TILES.value]].tolist() == [3, 0]
     assert case.step.ids_T.tolist() == case.ids
     assert make_case([3], [(40, 1), (100, 2)], CUT).step.meta[2] == 1
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 40])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_cuts_use_the_device_and_split_no_more_than_that(kv_heads: int, fp8: bool) -> None:
+    shape = AttentionShape(2 * kv_heads, kv_heads, 128, 1.0)
+    for lanes in range(1, 1025):
+        cut = cut_for(shape, torch.bfloat16, lanes, 132, fp8)
+        assert cut.workers * kv_heads > 132 * 3 or cut.workers >= lanes
+        assert cut.workers <= max(2 * lanes, 132 * 4 // kv_heads)
+        assert cut.alone or not fp8
