@@ -16,30 +16,27 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionShape, Capabilities, KVPool, StepBatch
 from octavo.kernels import reference
-from octavo.kernels.gpu.decode import Partials, decode_attention
+from octavo.kernels.gpu.decode import PROGRAMS, Partials, decode_attention, use_of
 from octavo.kernels.gpu.prefill import can_read_own, prefill_attention, prefix_attention, tile_tokens
 from octavo.kernels.gpu.rope import Turning, norm_rotate_write
 from octavo.kernels.gpu.step import C_TOKENS, Cut, StepTables
 
 KEY_BLOCK = 64  # keys of decode rows are shared out in blocks of so many
-PROGRAMS = 4  # decode programs that one multiprocessor has at a time
-MANY_ROWS = 64  # decode rows from which most are one item where programs do not loop
+MANY_ROWS = 64  # decode rows from which most are one item where rows are cut by themselves
 PREFIX_SPLITS = 4
 
 
 def cut_for(shape: AttentionShape, dtype: torch.dtype, lanes: int, processors: int, fp8: bool = False) -> Cut:
     """How to cut the attention work of `lanes` rows for a device with so many multiprocessors.
 
-    Rows are shared out evenly where there are about as many as programs at a time: with fewer, they are easily cut
-    evenly by themselves, and many more even out while they run. `fp8`: the pool is in FP8.
+    With few rows each is easily cut evenly by itself; more are shared out evenly. `fp8`: the pool is in FP8.
     """
     tile = tile_tokens(shape.heads // shape.kv_heads, shape.head_dim, dtype)
-    workers = max(1, processors * PROGRAMS // shape.kv_heads)  # all of them at a time
     plain = dtype != torch.float32 and shape.head_dim <= 128 and not fp8
-    if plain and workers < 2 * lanes and lanes <= 3 * workers:
-        return Cut(workers, KEY_BLOCK, tile, alone=False)
-    many = lanes > workers if plain else lanes >= MANY_ROWS
-    return Cut(max(workers, lanes if many else 2 * lanes), KEY_BLOCK, tile, alone=True)
+    workers = max(1, processors * (PROGRAMS[use_of(lanes)] if plain else 4) // shape.kv_heads)  # all at a time
+    if plain:
+        return Cut(workers, KEY_BLOCK, tile, alone=3 * lanes <= workers)
+    return Cut(max(workers, lanes if lanes >= MANY_ROWS else 2 * lanes), KEY_BLOCK, tile, alone=True)
 
 
 def partials_for(shape: AttentionShape, items: int, rows: int, device: torch.device) -> Partials:

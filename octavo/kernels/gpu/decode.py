@@ -41,13 +41,18 @@ from octavo.kernels.gpu.step import (
 )
 
 LOG2_E = 1.4426950408889634
-# Keys of a block, warps, stages: for 2-byte elements and head dims up to 128, for wider heads, for float32, and for
-# FP8 pools where the tokens have 2 bytes and head dims are up to 128, with few rows and with many.
-TUNED = {"half": (64, 4, 3), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (128, 4, 3), "many fp8": (64, 2, 4)}
+# Keys of a block, warps, stages: for 2-byte elements and head dims up to 128 (with up to FEW_TOKENS rows: "few"), for
+# wider heads, for float32, and for FP8 pools where the tokens have 2 bytes and head dims are up to 128, with few rows
+# and with many.
+TUNED = {
+    "half": (32, 2, 4), "few": (64, 4, 4), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (128, 4, 3),
+    "many fp8": (64, 2, 4),
+}  # fmt: skip
+PROGRAMS = {"half": 6, "few": 4}  # that a multiprocessor has at a time; others 4
+REGISTERS = 1 << 16  # of a multiprocessor: a program that loops must be kept from taking more than its part
 _MANY = 64  # rows from which there are many
 _FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
 _JOINED = 4096  # floats of partial results that are loaded at a time at most
-REGISTERS = 1 << 14  # of a program that loops over items: the compiler takes more, and fewer programs fit
 _NEG = tl.constexpr(-1.0e30)
 
 
@@ -346,6 +351,11 @@ def precision_of(q_THD: Tensor) -> str:
     return "ieee" if q_THD.dtype == torch.float32 else "tf32"
 
 
+def use_of(lanes: int) -> str:
+    """Which launch `lanes` rows have where the pool has 2-byte elements and head dims are up to 128."""
+    return "few" if lanes <= FEW_TOKENS else "half"
+
+
 def decode_attention(
     q_THD: Tensor,
     keys_NKSD: Tensor,
@@ -374,13 +384,16 @@ def decode_attention(
     group, rows = heads // kv_heads, step.rows_CR.shape[1]
     width, padded = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     single = q_THD.dtype == torch.float32
-    half = "half" if scales_2K is None else "fp8" if lanes < _MANY else "many fp8"
+    if scales_2K is None:
+        half = use_of(lanes)
+    else:
+        half = "fp8" if lanes < _MANY else "many fp8"
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else half]
     lines = triton.next_power_of_2(triton.cdiv(dim * keys_NKSD.element_size(), LINE.value))
     first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)
     turned = turning is not None
     joined = triton.next_power_of_2(group)
-    options = {} if cut.alone else {"maxnreg": REGISTERS // (32 * warps)}
+    options = {} if cut.alone else {"maxnreg": min(REGISTERS // (PROGRAMS.get(half, 4) * 32 * warps) // 8 * 8, 248)}
     _decode[(kv_heads, cut.workers + lanes if cut.alone else cut.workers)](
         q_THD, keys_NKSD, values_NKSD, out_THD, partials.o_UHD, partials.lse_UH, step.finished_RK, tables_SM,
         step.meta, step.items_I8, step.first_W, tables_SM if turning is None else turning.weight,

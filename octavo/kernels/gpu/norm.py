@@ -12,6 +12,8 @@ from torch import Tensor
 
 from octavo.kernels.gpu.launch import early, in_turn
 
+_MANY = 1024  # tokens from which programs rather than warps keep the memory busy
+
 
 @triton.jit
 def _norm(X, WEIGHT, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
@@ -25,8 +27,10 @@ def _norm(X, WEIGHT, OUT, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, E
     tl.store(OUT + row * N + at, (x * inverse * weight).to(OUT.dtype.element_ty), mask=ok)
 
 
-def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+def _warps(block: int, tokens: int) -> int:
+    if block > 8192:
+        return 16
+    return 4 if block <= 2048 or tokens >= _MANY else 8
 
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
@@ -35,7 +39,7 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     out_TI = torch.empty((tokens, size), dtype=x_TI.dtype, device=x_TI.device)
     block = triton.next_power_of_2(size)
     _norm[(tokens,)](
-        x_TI, weight_I, out_TI, x_TI.stride(0), eps, size, block, early(x_TI), num_warps=_warps(block),
+        x_TI, weight_I, out_TI, x_TI.stride(0), eps, size, block, early(x_TI), num_warps=_warps(block, tokens),
         launch_pdl=early(x_TI),
     )  # fmt: skip
     return out_TI
@@ -64,29 +68,6 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(size))
     _silu_and_mul[(tokens, triton.cdiv(size, block))](
         gate_up_TI, out_TI, size, block, early(gate_up_TI), num_warps=4, launch_pdl=early(gate_up_TI)
-    )
-    return out_TI
-
-
-@triton.jit
-def _silu_and_mul_columns(GATE_UP, OUT, T, N, TOKENS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    in_turn(EARLY)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    ok = (n < N)[:, None] & (t < T)[None, :]
-    at = GATE_UP + n.to(tl.int64)[:, None] * T + t[None, :]
-    gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(at + N.to(tl.int64) * T, mask=ok, other=0.0).to(tl.float32)
-    out = _gated(gate, up).to(OUT.dtype.element_ty)
-    tl.store(OUT + t.to(tl.int64)[:, None] * N + n[None, :], tl.trans(out), mask=(t < T)[:, None] & (n < N)[None, :])
-
-
-def silu_and_mul_columns(gate_up_IT: Tensor) -> Tensor:
-    """`silu_and_mul` of a product that is stored by feature, so [2 * I, T] -> [T, I]."""
-    size, tokens = gate_up_IT.shape[0] // 2, gate_up_IT.shape[1]
-    out_TI = torch.empty((tokens, size), dtype=gate_up_IT.dtype, device=gate_up_IT.device)
-    _silu_and_mul_columns[(triton.cdiv(size, 64), triton.cdiv(tokens, 64))](
-        gate_up_IT, out_TI, tokens, size, 64, 64, early(gate_up_IT), num_warps=4, launch_pdl=early(gate_up_IT)
     )
     return out_TI
 

@@ -16,11 +16,8 @@ from octavo.kernels.gpu.linear import few, multiply
 from octavo.kernels.gpu.quantized_ops import QuantizedOps
 from octavo.kernels.quant import QuantWeight
 
-LARGE = 64 << 20  # elements of a weight from which ...
-BY_FEATURE = 65, 192  # tokens for which its gated product is made by feature ...
-IN_TWO = 193, 256  # or in two parts
-TILE = 128  # outputs of a tile of the library then
-
+IN_TWO = 216, 288  # tokens with which a gated product may be made in two parts
+TILE = 128
 
 def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """`reference.rms_norm`; float64 and a weight for each head are left to torch."""
@@ -35,18 +32,16 @@ def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 
 def _gated(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """silu(x G^T) * (x U^T). For some numbers of tokens, the library is faster at a large product in another form.
+    """silu(x G^T) * (x U^T).
 
-    By feature instead of by token it takes better tiles, and where the product has one and a part of the tiles that
-    the device works on at a time, the part is a product of its own, with tiles that suit it.
+    The library gives a large product of some 256 tokens tiles of 128 outputs. Where that makes one for each
+    multiprocessor and at least half as many more, those more are a product of their own, with tiles that suit it.
     """
     tokens, outputs = x_TI.shape[0], weight_OI.shape[0]
-    if bias_O is None and weight_OI.numel() >= LARGE and x_TI.dtype in (torch.bfloat16, torch.float16):
-        if BY_FEATURE[0] <= tokens <= BY_FEATURE[1]:
-            return norms.silu_and_mul_columns(torch.mm(weight_OI, x_TI.t()))
-        cut = torch.cuda.get_device_properties(x_TI.device).multi_processor_count * TILE
-        if IN_TWO[0] <= tokens <= IN_TWO[1] and outputs // 2 <= cut < outputs:
-            return norms.silu_and_mul_pieces(product(x_TI, weight_OI[:cut]), product(x_TI, weight_OI[cut:]))
+    if IN_TWO[0] <= tokens <= IN_TWO[1] and bias_O is None and x_TI.dtype in (torch.bfloat16, torch.float16):
+        first = TILE * torch.cuda.get_device_properties(x_TI.device).multi_processor_count
+        if 3 * first <= 2 * outputs <= 4 * first:
+            return norms.silu_and_mul_pieces(product(x_TI, weight_OI[:first]), product(x_TI, weight_OI[first:]))
     return silu_and_mul(product(x_TI, weight_OI, bias_O))
 
 

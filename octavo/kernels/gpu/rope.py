@@ -108,7 +108,7 @@ def norm_rotate_write(
     q_heads = heads - 2 * kv_heads
     qk_TJD = torch.empty((tokens, q_heads + kv_heads, dim), dtype=qkv_TJD.dtype, device=qkv_TJD.device)
     width = triton.next_power_of_2(dim)
-    group = min(triton.next_power_of_2(heads), max(1, (1024 if tokens < _MANY else 4096) // width))
+    group = min(triton.next_power_of_2(heads), max(1, (1024 if tokens < _MANY else 8192) // width))
     _norm_rotate_write[(tokens, triton.cdiv(heads, group))](
         qkv_TJD, turning.weight, turning.rope_PD, positions_T, slots_T, qk_TJD, keys_NKSD, values_NKSD,
         qkv_TJD if scales_2K is None else scales_2K, turning.eps, q_heads, kv_heads, dim, width, block_size, group,
