@@ -213,7 +213,8 @@ class CudaRunner:
         self._send_nothing()
         layers = self.decoder.unlike
         rows, largest = self._decode_sizes[-1], self.max_tokens // self._tile + self.max_rows
-        self.run_body(Sizes(self.max_tokens, rows, self._cut(rows), largest), layers=layers)
+        for lanes in (1, rows):
+            self.run_body(Sizes(self.max_tokens, lanes, self._cut(lanes), largest), layers=layers)
         for size in self._decode_sizes:
             self.run_body(self._decode_launch(size, False), layers=layers)
         prefixes = (False,) if any(self._windows) else (False, True)
