@@ -45,12 +45,11 @@ LOG2_E = 1.4426950408889634
 # wider heads, for float32, and for FP8 pools where the tokens have 2 bytes and head dims are up to 128, with few rows
 # and with many.
 TUNED = {
-    "half": (32, 2, 4), "few": (64, 4, 4), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (128, 4, 3),
-    "many fp8": (64, 2, 4),
+    "half": (32, 2, 4), "few": (64, 4, 4), "wide": (32, 4, 3), "float32": (16, 4, 2), "fp8": (64, 2, 3),
+    "many fp8": (64, 2, 5),
 }  # fmt: skip
 PROGRAMS = {"half": 6, "few": 4}  # that a multiprocessor has at a time; others 4
 REGISTERS = 1 << 16  # of a multiprocessor: a program that loops must be kept from taking more than its part
-_MANY = 64  # rows from which there are many
 _FEW = 16  # rows up to which there are so many parts of a row that many are loaded at a time
 _JOINED = 4096  # floats of partial results that are loaded at a time at most
 _NEG = tl.constexpr(-1.0e30)
@@ -387,7 +386,7 @@ def decode_attention(
     if scales_2K is None:
         half = use_of(lanes)
     else:
-        half = "fp8" if lanes < _MANY else "many fp8"
+        half = "fp8" if lanes <= _FEW else "many fp8"
     block, warps, stages = TUNED["float32" if single else "wide" if width > 128 else half]
     lines = triton.next_power_of_2(triton.cdiv(dim * keys_NKSD.element_size(), LINE.value))
     first, pdl = partials.o_UHD.shape[0] - partials.prefix_splits * rows, early(q_THD)
