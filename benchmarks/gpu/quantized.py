@@ -69,7 +69,7 @@ def launches(kind: str, tokens: int, tune: bool, packed: Packed) -> list[Launch]
         return [launch_for(packed, tokens)]
     four = kind == "int4"
     if tokens <= 16:
-        rows, waves, ahead = (16, 32), (8.0, 16.0, 32.0) if four else (16.0,), (0, 8)
+        rows, waves, ahead = (16, 32), (8.0, 16.0, 32.0) if four else (16.0,), (0, 4)
         return [launch_for(packed, tokens)] + [
             Launch(o, max(8, tokens), 1, 1, v, four, 0, a) for o, v, a in product(rows, waves, ahead)
         ]

@@ -82,9 +82,7 @@ def quantized_linear(
     )  # fmt: skip
     grid, pdl = (tiles_O, split, tiles_T), early(x_TI)
     if launch.warps == 1:
-        few_products[grid](
-            *arguments, launch.stages, launch.ahead, pdl, num_warps=1, num_stages=1, launch_pdl=pdl
-        )  # fmt: skip
+        few_products[grid](*arguments, launch.ahead, pdl, num_warps=1, num_stages=1, launch_pdl=pdl)
     else:
         products[grid](*arguments, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl)
     return out_TO

@@ -20,7 +20,6 @@ class Launch:
     warps: int
     """1: `octavo.kernels.gpu.quantized_few`"""
     stages: int
-    """of one warp: blocks of words in registers, beside those that are multiplied"""
     waves: float = 3.0
     """programs that a multiprocessor should get"""
     raw: bool = False
@@ -28,12 +27,12 @@ class Launch:
     split: int = 0
     """programs that share a tile; 0: what `waves` needs"""
     ahead: int = 0
-    """of one warp: blocks of inputs that it asks for at a time before its turn; 0: none"""
+    """of one warp: blocks of inputs that it asks for before its turn; 0: none"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
     "int4": {
-        8: Launch(64, 8, 2, 3, 8.0, True),
+        8: Launch(16, 8, 1, 1, 16.0, True, ahead=4),
         16: Launch(64, 16, 2, 3, 4.0, True),
         32: Launch(64, 32, 2, 3, 4.0),
         64: Launch(64, 64, 4, 3, 2.0),
