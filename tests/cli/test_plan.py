@@ -77,3 +77,21 @@ def test_blocks_as_an_engine_on_an_h200_had(name: str, tmp_path: Path, capsys: p
     facts = recorded["facts"]
     assert found["kv_bytes_per_block"] == facts["kv_bytes_per_block"]
     assert found["blocks"] == pytest.approx(facts["blocks"], rel=0.005)
+
+
+@pytest.mark.parametrize("case", ["llama3.1-8b", "llama3.1-8b, FP8 KV", "llama3.1-8b, int4"])
+def test_plan_beside_what_engines_took(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 2 % of the recorded bytes of weights, KV cache and card."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    recorded = json.loads((results / "h200-plan.json").read_text())["cases"][case]
+    flags = [word for name, value in recorded["options"].items() for word in (f"--{name.replace('_', '-')}", value)]
+    found = plan(capsys, str(write_shape("llama3.1-8b", tmp_path)), "--max-model-len", "8192", *flags)
+    measured = {name: row["measured"] for name, row in recorded["rows"].items()}
+    assert isinstance(found["weight_bytes"], dict)
+    weights = sum(found["weight_bytes"].values())
+    assert weights == pytest.approx(measured["weights"], rel=0.02)
+    assert found["kv_bytes_per_block"] == measured["KV bytes a block"]
+    assert found["blocks"] == pytest.approx(measured["blocks"], rel=0.02)
+    assert isinstance(found["step_bytes"], int) and isinstance(found["kv_cache_bytes"], int)
+    whole = weights + found["step_bytes"] + found["kv_cache_bytes"]
+    assert whole == pytest.approx(measured["card, without graphs"], rel=0.02)
