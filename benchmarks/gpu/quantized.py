@@ -21,6 +21,7 @@ from replay import Slice, timed
 from torch.nn.functional import linear
 
 from octavo.attention.base import AttentionShape, KVPool
+from octavo.attention.triton import cut_for
 from octavo.kernels.gpu import decode, norm
 from octavo.kernels.gpu.fp8 import multiply, multiply_then, quantize_tokens
 from octavo.kernels.gpu.quantized import Packed, pack, widen
@@ -166,12 +167,14 @@ def kv(tune: bool) -> None:
         step = Step(shape, [(context, 1)] * batch, 16)
         elements = batch * (context + 1) * 8 * 128 * 2
         report(f"{batch} x {context} bfloat16", timed(lambda i: step.run(), 3), 2 * elements)  # noqa: B023
+        cut = cut_for(shape, torch.bfloat16, batch, SHARED.processors, fp8=True)
+        step = Step(shape, [(context, 1)] * batch, 16, cut=cut)
         scales = torch.full((1, 2, 8), 0.02, device=DEVICE)
         step.pool = KVPool(1, step.pool.num_blocks, 16, 8, 128, torch.bfloat16, DEVICE, scales)
         step.pool.bits.random_(0, 120)
-        key = "many fp8" if batch >= 64 else "fp8"
+        key = "many fp8" if batch > 16 else "fp8"
         kept, found = decode.TUNED[key], []
-        for choice in [kept, (128, 4, 3), (128, 8, 3), (64, 4, 4), (64, 2, 4), (32, 4, 4)] if tune else [kept]:
+        for choice in [kept, (128, 4, 5), (64, 4, 5), (64, 2, 3), (64, 2, 5), (32, 1, 5)] if tune else [kept]:
             decode.TUNED[key] = choice
             found.append((timed(lambda i: step.run(), 3), str(choice)))  # noqa: B023
         decode.TUNED[key] = kept

@@ -32,7 +32,7 @@ class Launch:
 
 TUNED: dict[str, dict[int, Launch]] = {
     "int4": {
-        8: Launch(16, 8, 1, 1, 16.0, True, ahead=4),
+        8: Launch(16, 8, 1, 1, 16.0, True, ahead=4),  # by arithmetic; not tuned yet
         16: Launch(64, 16, 2, 3, 4.0, True),
         32: Launch(64, 32, 2, 3, 4.0),
         64: Launch(64, 64, 4, 3, 2.0),
