@@ -1,7 +1,8 @@
 """The text that `octavo quantize` reads to see what a model's products are given, in pieces of equal length.
 
-Without a file it is what every Python brings along: its language reference as prose and as answers in the model's
-chat format, and modules as code.
+Without a file it is half prose (`calibration.txt`: from the proceedings of a workshop at the Library of Congress in
+1992, in the public domain), a quarter code (modules of Python itself) and a quarter chat (Python's language reference
+as answers in the model's own format).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def pieces(tokenizer: Tokenizer, path: Path | None, tokens: int, context: int) -
     count = max(tokens // context, 1)
     if path is None:
         chat = _spread(_chat(tokenizer), count // 4, context)
-        code = _spread(tokenizer.encode(_code(), parse_special=False), (count - len(chat)) // 2, context)
+        code = _spread(tokenizer.encode(_code(), parse_special=False), count // 4, context)
         rest = count - len(chat) - len(code)
         return [*_spread(tokenizer.encode(_prose(), parse_special=False), rest, context), *code, *chat]
     try:
@@ -41,16 +42,8 @@ def _spread(ids: list[int], count: int, context: int) -> list[list[int]]:
     return [ids[at : at + context] for at in range(0, len(ids) - context + 1, step)][:count]
 
 
-def _topics() -> list[tuple[str, str]]:
-    from pydoc_data.topics import topics
-
-    return sorted(topics.items())
-
-
 def _prose() -> str:
-    """Every second topic, a paragraph in one line."""
-    paragraphs = (part for _, text in _topics()[::2] for part in text.split("\n\n"))
-    return "\n\n".join(" ".join(part.split()) for part in paragraphs)
+    return Path(__file__).with_name("calibration.txt").read_text(encoding="utf-8")
 
 
 def _code() -> str:
@@ -61,11 +54,13 @@ def _code() -> str:
 
 
 def _chat(tokenizer: Tokenizer) -> list[int]:
-    """The other topics as questions and answers; nothing for a model without a chat format for them."""
+    """Questions and answers; nothing for a model without a chat format for them."""
+    from pydoc_data.topics import topics
+
     from octavo.text.template import render_chat
 
     found: list[int] = []
-    for name, text in _topics()[1::2]:
+    for name, text in sorted(topics.items()):
         question = {"role": "user", "content": f"Explain {name} in Python."}
         answer = {"role": "assistant", "content": text[:_MOST_ANSWER]}
         try:

@@ -1,8 +1,8 @@
 """The table of `octavo eval perplexity --methods`: one plain model, quantised in several ways, on one text.
 
-Every row runs on the CPU with activations in float32 (the row "bf16" in bfloat16), so that rows differ by what is
-quantised and by nothing else; those with FP8, which the native engine has not, on the torch path. Checkpoints that
-need calibration are made in a temporary folder, or given as NAME=FOLDER.
+Every row runs on the CPU with activations in float32, so that rows differ by what is quantised, but for bf16
+(bfloat16) and for int8 and int4, where the native engine rounds activations to 8 bits, too. Rows with FP8 run on the
+torch path. Checkpoints that need calibration are made in a temporary folder, or given as NAME=FOLDER.
 """
 
 from __future__ import annotations
