@@ -7,6 +7,7 @@ as answers in the model's own format).
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,26 +16,38 @@ from octavo.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 _MODULES = ("argparse", "difflib", "heapq", "textwrap", "statistics", "random", "datetime", "typing", "doctest")
 _MOST_ANSWER = 1500  # characters of one answer in the chat
 
 
 def pieces(tokenizer: Tokenizer, path: Path | None, tokens: int, context: int) -> list[list[int]]:
-    """`tokens` ids in pieces of `context`, spread over the text. ConfigError: it cannot be read, or is too short."""
+    """`tokens` ids in whole pieces of `context`, one at least, spread over the text; a warning where it has fewer.
+
+    ConfigError: it cannot be read, or makes no piece.
+    """
     count = max(tokens // context, 1)
+    rest: list[list[int]] = []
     if path is None:
-        chat = _spread(_chat(tokenizer), count // 4, context)
-        code = _spread(tokenizer.encode(_code(), parse_special=False), count // 4, context)
-        rest = count - len(chat) - len(code)
-        return [*_spread(tokenizer.encode(_prose(), parse_special=False), rest, context), *code, *chat]
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", "Give a UTF-8 text file.") from None
+        rest = _spread(tokenizer.encode(_code(), parse_special=False), count // 4, context)
+        rest += _spread(_chat(tokenizer), count // 4, context)
+    text = _prose() if path is None else _read(path)
     ids = tokenizer.encode(text, parse_special=False)
     if len(ids) < context:
-        raise ConfigError(f"The text has {len(ids)} tokens, fewer than --context {context}.", "Give a longer text.")
-    return _spread(ids, count, context)
+        cause = f"The calibration text has {len(ids)} tokens, fewer than --context {context}."
+        raise ConfigError(cause, "Give a longer text, or a smaller --context.")
+    found = _spread(ids, count - len(rest), context) + rest
+    if len(found) < count:
+        _log.warning("The calibration text makes %d tokens; %d were asked for.", len(found) * context, tokens)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", "Give a UTF-8 text file.") from None
 
 
 def _spread(ids: list[int], count: int, context: int) -> list[list[int]]:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
     parser.add_argument("--method", default="awq", help="awq, gptq, or rtn (round to nearest, no calibration)")
     parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale: 32, 64 or 128")
-    parser.add_argument("--calibration", type=Path, help="UTF-8 text like that the model will see; else Python's own")
+    parser.add_argument("--calibration", type=Path, help="UTF-8 text like the model's; else a mixed one of Octavo's")
     parser.add_argument("--calibration-tokens", type=int, default=TOKENS, help="tokens of it that are used")
     parser.add_argument("--context", type=int, default=512, help="tokens that are read together")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")

@@ -26,6 +26,7 @@ from torch import Tensor
 from octavo.attention.base import KVPool
 from octavo.attention.triton import Sizes, TritonAttention, TritonPlan, cut_for, partials_for
 from octavo.errors import ConfigError, EngineError, invariant
+from octavo.kernels.gpu.decode import kernel_of
 from octavo.kernels.gpu.rope import Turning
 from octavo.kernels.gpu.sample import sample as sample_on_device
 from octavo.kernels.gpu.step import RUN_WORDS, Cut, StepTables, begin
@@ -212,12 +213,15 @@ class CudaRunner:
         """What steps of all sizes launch, for a plan of nothing and one layer of each kind."""
         self._send_nothing()
         layers = self.decoder.unlike
-        rows, largest = self._decode_sizes[-1], self.max_tokens // self._tile + self.max_rows
-        for lanes in (1, rows):
-            self.run_body(Sizes(self.max_tokens, lanes, self._cut(lanes), largest), layers=layers)
+        largest = self.max_tokens // self._tile + self.max_rows
+        prefixes = (False,) if any(self._windows) else (False, True)
+        unlike = {kernel_of(lanes, self._cut(lanes)): lanes for lanes in range(1, self._decode_sizes[-1] + 1)}
+        for lanes in unlike.values():
+            for prefix in prefixes:
+                sizes = Sizes(self.max_tokens, lanes, self._cut(lanes), largest, prefix)
+                self.run_body(sizes, layers=layers)
         for size in self._decode_sizes:
             self.run_body(self._decode_launch(size, False), layers=layers)
-        prefixes = (False,) if any(self._windows) else (False, True)
         for size in self._prefix_sizes if len(prefixes) > 1 else ():
             self.run_body(self._decode_launch(size, True), layers=layers)
         for size in self._token_sizes:

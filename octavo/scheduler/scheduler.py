@@ -60,7 +60,9 @@ class Scheduler:
         self.state.new_rows(request, prompt)
 
     def cached(self, request: EngineRequest) -> int:
-        """Tokens of a request's prompt that the prefix cache holds now."""
+        """Tokens of a request's prompt that the prefix cache would spare it now."""
+        if request.prompt_logprobs >= 0:
+            return 0  # these need every prompt token computed
         return len(self.state.pool.match(request.keys, request.root)) * self.state.limits.block_size
 
     def check_room(self, request: EngineRequest) -> None:

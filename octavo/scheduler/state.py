@@ -392,11 +392,13 @@ class SchedulerState:
         if lost:
             failed.update(self._lose_swapped(step))
         suspects: set[int] = set()
+        wrote: set[int] = set()  # with what others have filled anew since it was copied
         for late in (step, *self.in_flight):  # steps after it went on from what it wrote
             if lost:
-                failed.update(row for block in suspects & late.copied.keys() for row in late.copied[block])
+                failed.update(row for block in wrote & late.copied.keys() for row in late.copied[block])
             for row, blocks in late.published:
                 if row in failed:
+                    wrote.update(blocks.tolist())
                     suspects.update(blocks[pool.index.filled_at[blocks] == late.number].tolist())
         if not lost:
             for row in failed:

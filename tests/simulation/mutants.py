@@ -110,7 +110,7 @@ MUTANTS = [
            "self.draft.copies += (source, copy)", "pass"),
     Mutant("the source of a copy is given up at once", Planner._share_cached,
            "if source in self.copied else hit)", "if True else hit)"),
-    Mutant("who copied a lost block goes on", SchedulerState.fail_rows, "suspects & late.copied.keys()", "()",
+    Mutant("who copied a lost block goes on", SchedulerState.fail_rows, "wrote & late.copied.keys()", "()",
            FAULTS | REPEATS | {"seqs": 12, "aborts": 0.0, "policy": "fcfs"}),
     Mutant("a block is hit in the step that fills it", Planner._is_written_now, "== self.state.step", "== -5"),
     Mutant("a published block is written in place unseen", Planner._unshare_in_place,

@@ -355,6 +355,11 @@ def use_of(lanes: int) -> str:
     return "few" if lanes <= FEW_TOKENS else "half"
 
 
+def kernel_of(lanes: int, cut: Cut) -> tuple[bool, ...]:
+    """What of `lanes` rows chooses the compiled kernel; Triton has its own for 1 row and for multiples of 16."""
+    return lanes == 1, lanes % 16 == 0, use_of(lanes) == "few", lanes > _FEW, cut.alone
+
+
 def decode_attention(
     q_THD: Tensor,
     keys_NKSD: Tensor,

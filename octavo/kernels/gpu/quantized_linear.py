@@ -1,4 +1,4 @@
-"""Launching the products with quantised weights: which kernel, which tiles, and how many programs share one.
+"""Launching the products with quantised weights: which tiles, and how many programs share one.
 
 Shape letters: T tokens, I inputs, O outputs.
 """
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from octavo.kernels.gpu.launch import early
 from octavo.kernels.gpu.quantized import Packed, products
-from octavo.kernels.gpu.quantized_few import few_products
 from octavo.kernels.gpu.quantized_tuned import TUNED, Launch
 from octavo.kernels.quant import IMPLIED_ZERO
 
@@ -81,8 +80,5 @@ def quantized_linear(
         "ieee" if x_TI.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     grid, pdl = (tiles_O, split, tiles_T), early(x_TI)
-    if launch.warps == 1:
-        few_products[grid](*arguments, launch.ahead, pdl, num_warps=1, num_stages=1, launch_pdl=pdl)
-    else:
-        products[grid](*arguments, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl)
+    products[grid](*arguments, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl)
     return out_TO

@@ -18,7 +18,6 @@ class Launch:
     tokens: int
     """of a tile, at most"""
     warps: int
-    """1: `octavo.kernels.gpu.quantized_few`"""
     stages: int
     waves: float = 3.0
     """programs that a multiprocessor should get"""
@@ -26,13 +25,11 @@ class Launch:
     """4 bits: take zeros off sums instead of off codes"""
     split: int = 0
     """programs that share a tile; 0: what `waves` needs"""
-    ahead: int = 0
-    """of one warp: blocks of inputs that it asks for before its turn; 0: none"""
 
 
 TUNED: dict[str, dict[int, Launch]] = {
     "int4": {
-        8: Launch(16, 8, 1, 1, 16.0, True, ahead=4),  # by arithmetic; not tuned yet
+        8: Launch(64, 8, 2, 3, 8.0, True),
         16: Launch(64, 16, 2, 3, 4.0, True),
         32: Launch(64, 32, 2, 3, 4.0),
         64: Launch(64, 64, 4, 3, 2.0),

@@ -7,7 +7,6 @@ has to be compiled is known from the launches themselves. Compiled kernels are k
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 import triton
 from triton import knobs
 from triton.compiler import ASTSource
+
+from octavo.machine import usable_cores
 
 
 def ready_together(rehearse: Callable[[], None], device: torch.device) -> int:
@@ -27,7 +28,7 @@ def ready_together(rehearse: Callable[[], None], device: torch.device) -> int:
     found: dict[Any, Future[Any]] = {}
     before = knobs.runtime.jit_cache_hook
     # Each of them has a processor while it is at work and most wait for an assembler meanwhile.
-    with ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 2))) as threads:
+    with ThreadPoolExecutor(max(2, min(16, usable_cores()))) as threads:
 
         def leave_out(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             function = fn.jit_function
