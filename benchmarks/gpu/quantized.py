@@ -69,16 +69,14 @@ def launches(kind: str, tokens: int, tune: bool, packed: Packed) -> list[Launch]
     if not tune:
         return [launch_for(packed, tokens)]
     four = kind == "int4"
-    if tokens <= 16:
-        rows, waves, ahead = (16, 32), (8.0, 16.0, 32.0) if four else (16.0,), (0, 4)
-        return [launch_for(packed, tokens)] + [
-            Launch(o, max(8, tokens), 1, 1, v, four, 0, a) for o, v, a in product(rows, waves, ahead)
-        ]
-    if tokens <= 32:
-        tiles, waves = ((64, 2), (128, 4)), (2.0, 4.0) if four else (2.0,)
+    if tokens <= 8:
+        tiles, waves = ((64, 2), (32, 1)), (2.0, 4.0, 8.0) if four else (2.0, 4.0)
+    elif tokens <= 32:
+        tiles, waves = ((64, 2), (32, 1) if tokens <= 16 else (128, 4)), (2.0, 4.0) if four else (2.0,)
     else:
         tiles, waves = ((64, 4), (128, 8)), (1.0, 2.0) if four else (1.0,)
-    return [Launch(o, tokens, w, 3, v) for (o, w), v in product(tiles, waves)]
+    raw = four and tokens <= 16
+    return [Launch(o, max(8, tokens), w, 3, v, raw) for (o, w), v in product(tiles, waves)]
 
 
 def few(tune: bool) -> None:
