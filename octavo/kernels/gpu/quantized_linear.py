@@ -70,15 +70,15 @@ def quantized_linear(
     if out_TO is None:
         out_TO = torch.empty((tokens, outputs), dtype=x_TI.dtype, device=x_TI.device)
     asm = not triton.knobs.runtime.interpret and x_TI.dtype != torch.float32
-    arguments = (
+    grid, pdl = (tiles_O, split, tiles_T), early(x_TI)
+    products[grid](
         x_TI, packed.words, packed.scales, packed.words if packed.zeros is None else packed.zeros,
         x_TI if bias_O is None else bias_O, out_TO, parts.floats, parts.counters, tokens, outputs, inputs,
         packed.words.shape[-1], packed.blocks, per, packed.kind, float(IMPLIED_ZERO[packed.kind]), width,
         launch.outputs, packed.block, packed.groups, packed.rows, split, packed.zeros is not None,
         outputs % each == 0 and inputs % packed.block == 0, gated, residual_TO is not None,
         bias_O is not None, asm, launch.raw and packed.kind == "int4",
-        "ieee" if x_TI.dtype == torch.float32 else "tf32",
+        "ieee" if x_TI.dtype == torch.float32 else "tf32", pdl,
+        num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl,
     )  # fmt: skip
-    grid, pdl = (tiles_O, split, tiles_T), early(x_TI)
-    products[grid](*arguments, pdl, num_warps=launch.warps, num_stages=launch.stages, launch_pdl=pdl)
     return out_TO

@@ -45,17 +45,19 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return out
 
 
+def both(**size: int) -> list[TinyEngine]:
+    """The same engine on the torch runner and on the kernels."""
+    engines = [TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size) for _ in range(2)]
+    return [engines[0], on_kernels(engines[1], **size)]
+
+
 def test_same_tokens_as_the_torch_runner() -> None:
     size = {"budget": 24, "seqs": 6, "max_len": 96}
-    engines = []
-    for exchanged in (False, True):
-        engine = TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size)
-        if exchanged:
-            engine = on_kernels(engine, **size)
+    engines = both(**size)
+    for engine in engines:
         for i, (ids, params) in enumerate(requests()):
             engine.submit(i, ids, params)
         engine.run()
-        engines.append(engine)
     assert engines[1].tokens == engines[0].tokens
     assert engines[1].reasons == engines[0].reasons
     assert sorted(engines[1].prompts) == sorted(engines[0].prompts) == [5]
@@ -67,11 +69,8 @@ def test_same_tokens_as_the_torch_runner() -> None:
 def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
     """Their last token comes from the host, and is written into a copy of its block."""
     size = {"budget": 24, "seqs": 9, "max_len": 40}
-    engines = []
-    for exchanged in (False, True):
-        engine = TinyEngine(tiny_decoder(torch.float32), blocks=40, block_size=8, depth=1, **size)
-        if exchanged:
-            engine = on_kernels(engine, **size)
+    engines = both(**size)
+    for engine in engines:
         engine.submit(0, [5, 7, 9, 11] * 6, SamplingParams(temperature=0.0, max_tokens=1))
         engine.run()
         engine.loop.runner._mixed_graph = None  # type: ignore[attr-defined]  # nobody calls it
@@ -80,7 +79,6 @@ def test_prompts_that_are_cached_as_a_whole_decode_at_once() -> None:
             engine.submit(1 + i, [5, 7, 9, 11] * (6 if i % 2 else 4), params)
         engine.run()
         assert engine.scheduler.stats.block_copies == 9
-        engines.append(engine)
     assert engines[1].tokens == engines[0].tokens
 
 
