@@ -122,7 +122,7 @@ def streamed(name: str, kind: str, x: torch.Tensor, y: torch.Tensor, tune: bool)
             print(f"  {launch}: {str(error)[:80]}")
             continue
         cut = f"{launch.outputs},{launch.tokens},{launch.warps},{launch.stages}"
-        shown = f"{cut},{launch.waves:.0f},{launch.raw:d},{launch.ahead}"
+        shown = f"{cut},{launch.waves:.0f},{launch.raw:d}"
         OUT[f"{name} {len(x)} {kind} {shown}"] = {"us": seconds * 1e6}
         found.append((seconds, shown))
     notes = " ".join(f"{seconds * 1e6:.1f}:{shown}" for seconds, shown in sorted(found)[:4])
